@@ -1,0 +1,1 @@
+"""The arithmetic: how a program of rules runs on the arrays of one library, the rules unseen."""

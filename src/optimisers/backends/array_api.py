@@ -1,0 +1,344 @@
+"""The reference backend: any array library, and NumPy in blocks that stay in cache."""
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from optimisers.backends.base import Batch, check, compute_dtype, dtype_name, namespace_of
+from optimisers.rules.program import Program
+
+__all__ = ["Namespace", "fuses", "namespace", "prepare", "run", "sums", "zeros"]
+
+_BLOCK = 16_384
+
+
+class Namespace:
+    """The functions that a kernel may call, on whole arrays of one library. Scalars stand for arrays anywhere."""
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+        self.sqrt = library.sqrt
+        self.exp = library.exp
+        self.log = library.log
+        self.tanh = library.tanh
+        self.isfinite = library.isfinite
+        self.abs = library.abs
+        self.conj = library.conj
+
+    def _complex(self, x: Any) -> bool:
+        return dtype_name(x).startswith("complex") if hasattr(x, "dtype") else isinstance(x, complex)
+
+    def _arrays(self, *values: Any) -> list[Any]:
+        like = next((value for value in values if hasattr(value, "dtype")), None)
+        if like is None:
+            return [self._library.asarray(value) for value in values]
+        return [value if hasattr(value, "dtype") else self._library.asarray(value, dtype=like.dtype) for value in values]
+
+    def real(self, x: Any) -> Any:
+        """The real part."""
+        return self._library.real(x) if self._complex(x) else x
+
+    def imag(self, x: Any) -> Any:
+        """The imaginary part; zeros for a real array."""
+        return self._library.imag(x) if self._complex(x) else x - x
+
+    def abs2(self, x: Any) -> Any:
+        """|x|², real."""
+        if not self._complex(x):
+            return x * x
+        real, imag = self._library.real(x), self._library.imag(x)
+        return real * real + imag * imag
+
+    def sign(self, x: Any) -> Any:
+        """The sign; x/|x| of a complex number; 0 at 0."""
+        return self._library.sign(x)
+
+    def where(self, condition: Any, x: Any, y: Any) -> Any:
+        """x where the condition holds, else y."""
+        x, y = self._arrays(x, y)
+        if not hasattr(condition, "dtype"):
+            condition = self._library.asarray(bool(condition))
+        return self._library.where(condition, x, y)
+
+    def minimum(self, x: Any, y: Any) -> Any:
+        """The smaller of two."""
+        return self._library.minimum(*self._arrays(x, y))
+
+    def maximum(self, x: Any, y: Any) -> Any:
+        """The larger of two."""
+        return self._library.maximum(*self._arrays(x, y))
+
+    def clip(self, x: Any, low: Any, high: Any) -> Any:
+        """x within [low, high]; both parts of a complex x."""
+        if self._complex(x):
+            real, imag = self._library.real(x), self._library.imag(x)
+            return self.clip(real, low, high) + 1j * self.clip(imag, low, high)
+        return self.minimum(self.maximum(x, low), high)
+
+
+@cache
+def namespace(library: Any) -> Namespace:
+    """The functions for kernels, from an array-API namespace."""
+    return Namespace(library)
+
+
+def fuses(program: Program, dtypes: tuple[str, ...]) -> bool:
+    """Any program on any dtype."""
+    return True
+
+
+def zeros(shape: tuple[int, ...], dtype: str, library: str, device: Any) -> Any:
+    """A fresh slot."""
+    if library == "numpy":
+        return np.zeros(shape, _numpy_dtype(dtype))
+    made = _import(library)
+    return made.zeros(shape, dtype=getattr(made, dtype), device=device)
+
+
+def prepare(batch: Batch) -> None:
+    """Check the arrays; for NumPy, find or make contiguous ones to work on."""
+    check(batch)
+    if batch.library == "numpy":
+        batch.prepared = prepare_numpy(batch)
+
+
+class Prepared(NamedTuple):
+    """Contiguous NumPy arrays to work on: parameters and slots to write into, and gradients."""
+
+    params: list[np.ndarray]
+    grads: list[np.ndarray]
+    slots: list[tuple[np.ndarray, ...]]
+    addresses: np.ndarray | None = None
+    """Of all of them: a row of parameters, a row of gradients, a row for each slot."""
+
+
+def prepare_numpy(batch: Batch) -> Prepared:
+    """Contiguous parameters and slots to write into, and gradients in the dtype of the arithmetic."""
+    dtype, compute = _numpy_dtype(batch.dtype), _numpy_dtype(compute_dtype(batch.dtype))
+    params = [p if batch.in_place and ready(p, dtype) else np.array(p, dtype, order="C", subok=False) for p in batch.params]
+    grads = [np.ascontiguousarray(g, compute).reshape(shape) for g, shape in zip(batch.grads, batch.shapes, strict=True)]
+    slots = [
+        tuple(s if batch.in_place and ready(s, s.dtype) else np.array(s, order="C") for s in slots) for slots in batch.slots
+    ]
+    return Prepared(params, grads, slots)
+
+
+def ready(array: np.ndarray, dtype: np.dtype) -> bool:
+    """Whether an array can be written through a flat view."""
+    flags = array.flags
+    return type(array) is np.ndarray and array.dtype == dtype and bool(flags.c_contiguous and flags.writeable and flags.aligned)
+
+
+def finish_numpy(batch: Batch, params: list[np.ndarray]) -> list[np.ndarray]:
+    """The parameters to put into the model: the old arrays where they could be written, else the ones worked on."""
+    if not batch.in_place:
+        return params
+    return [_written(old, new) for old, new in zip(batch.params, params, strict=True)]
+
+
+def _written(old: np.ndarray, new: np.ndarray) -> np.ndarray:
+    if old is not new and old.flags.writeable:
+        old[...] = new
+        return old
+    return new
+
+
+def sums(batch: Batch, member: int) -> Sequence[np.ndarray]:
+    """The sums of one member's measure, in float64."""
+    totals = [_sums(batch, member, at) for at in range(len(batch.params))]
+    return list(np.array(totals, np.float64).T)
+
+
+def _sums(batch: Batch, member: int, at: int) -> list[float]:
+    program = batch.program
+    measure = program.members[member].measure
+    assert measure is not None
+    h = [batch.h(k, at) for k in range(member + 1)]
+    whole = batch.prepared is None or not program.head(member).elementwise
+    rows = _row_mask(batch.live_rows[at], batch.shapes[at]) if whole else None
+    total: list[float] = []
+    with np.errstate(all="ignore"):
+        for xp, g, p, slots in _pieces(batch, at, whole):
+            g, slots = _through(program.head(member), xp, g, p, h, slots)
+            wide = [_wide(array) for array in (g, p, *slots[program.spans[member]])]
+            parts = measure(xp, wide[0], wide[1], h[member], *wide[2:])
+            values = [_sum(part, rows) for part in (parts if isinstance(parts, tuple) else (parts,))]
+            total = [a + b for a, b in zip(total, values, strict=True)] if total else values
+    return total
+
+
+def run(batch: Batch, length: int, *, step: bool) -> tuple[list[Any], list[tuple[Any, ...]]]:
+    """Run the first members on each parameter in turn."""
+    program = batch.program.head(length)
+    new: list[Any] = list(batch.prepared.params) if batch.prepared else list(batch.params)
+    new_slots: list[tuple[Any, ...]] = list(batch.prepared.slots) if batch.prepared else list(batch.slots)
+    with np.errstate(all="ignore"):
+        for at in range(len(new)):
+            h = [batch.h(k, at) for k in range(length)]
+            if batch.prepared:
+                _run_numpy(batch, at, program, h, step)
+            else:
+                new[at], new_slots[at] = _run_array(batch, at, program, h, step)
+    return (finish_numpy(batch, new) if batch.prepared else new), new_slots
+
+
+def _run_numpy(batch: Batch, at: int, program: Program, h: list[Any], step: bool) -> None:
+    params, slots = batch.prepared.params, batch.prepared.slots
+    whole = not program.elementwise
+    for xp, g, p, old, part in _numpy_pieces(batch, at, whole):
+        g, new = _through(program, xp, g, p, h, old)
+        rows = _row_mask(batch.live_rows[at], batch.shapes[at]) if whole else None
+        for target, value in zip(slots[at], new, strict=True):
+            if value is not None:
+                _store(target if whole else target.reshape(-1)[part], value, rows)
+        if step:
+            _store(params[at] if whole else params[at].reshape(-1)[part], p - g, rows)
+
+
+def _store(target: np.ndarray, value: Any, rows: np.ndarray | None) -> None:
+    if rows is None or target.shape[:1] != rows.shape:
+        target[...] = value
+    else:
+        target[rows] = np.broadcast_to(value, target.shape)[rows]
+
+
+def _run_array(batch: Batch, at: int, program: Program, h: list[Any], step: bool) -> tuple[Any, tuple[Any, ...]]:
+    ((xp, g, p, old),) = _pieces(batch, at, whole=True)
+    library = xp._library
+    g, new = _through(program, xp, g, p, h, old)
+    rows = _row_mask(batch.live_rows[at], batch.shapes[at])
+    slots = []
+    for before, value in zip(batch.slots[at], new, strict=True):
+        slots.append(_kept(library, before, value, rows, inputs=(batch.params[at], batch.grads[at])))
+    before = batch.params[at]
+    return (_kept(library, before, p - g, rows, inputs=()) if step else before), tuple(slots)
+
+
+def _kept(library: Any, before: Any, value: Any, rows: np.ndarray | None, inputs: tuple[Any, ...]) -> Any:
+    """A new array of the old dtype, the frozen rows taken from the old one."""
+    if value is None:
+        return before
+    value = library.asarray(value)
+    value = library.astype(library.broadcast_to(value, before.shape), before.dtype, copy=any(value is each for each in inputs))
+    if rows is None or tuple(before.shape[:1]) != rows.shape:
+        return value
+    mask = library.reshape(library.asarray(rows), (-1, *(1,) * (len(before.shape) - 1)))
+    return library.where(mask, value, before)
+
+
+def _through(program: Program, xp: Namespace, g: Any, p: Any, h: list[Any], slots: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """Pass a gradient through the members; returns what comes out and all slots, `None` for those not reached."""
+    new: list[Any] = [None] * len(slots)
+    for member, span, scalars in zip(program.members, program.spans, h, strict=False):
+        if member.apply is not None:
+            g, out = member.apply(xp, g, p, scalars, tuple(slots[span]))
+            new[span] = out
+        elif member.kernel is not None:
+            out = member.kernel(xp, g, p, scalars, *slots[span])
+            g, *new[span] = out if isinstance(out, tuple) else (out,)
+    return g, new
+
+
+def _pieces(batch: Batch, at: int, whole: bool) -> Iterator[tuple[Namespace, Any, Any, list[Any]]]:
+    """The parameter with its gradient and slots, in the dtype of the arithmetic, frozen rows left out."""
+    if batch.prepared:
+        for xp, g, p, slots, _ in _numpy_pieces(batch, at, whole):
+            yield xp, g, p, slots
+        return
+    library = namespace_of(batch.params[at])
+    rows = _row_mask(batch.live_rows[at], batch.shapes[at])
+    g, p = batch.grads[at], batch.params[at]
+    if rows is not None:
+        mask = library.reshape(library.asarray(rows), (-1, *(1,) * (len(p.shape) - 1)))
+        g = library.where(mask, g, library.zeros_like(g))
+    dtype = getattr(library, compute_dtype(batch.dtype))
+    slots = [_cast(library, slot, dtype) for slot in batch.slots[at]]
+    yield namespace(library), library.astype(g, dtype, copy=False), library.astype(p, dtype, copy=False), slots
+
+
+def _cast(library: Any, slot: Any, dtype: Any) -> Any:
+    real_slot = dtype_name(slot).startswith(("float", "bfloat")) and str(dtype).rpartition(".")[2].startswith("complex")
+    return slot if real_slot else library.astype(slot, dtype, copy=False)
+
+
+def _numpy_pieces(
+    batch: Batch, at: int, whole: bool
+) -> Iterator[tuple[Namespace, np.ndarray, np.ndarray, list[np.ndarray], slice]]:
+    p, g, s = batch.prepared.params[at], batch.prepared.grads[at], batch.prepared.slots[at]
+    xp = namespace(np)
+    compute = _numpy_dtype(compute_dtype(batch.dtype))
+    if whole:
+        rows = _row_mask(batch.live_rows[at], p.shape)
+        if rows is not None:
+            g = g.copy()
+            g[~rows] = 0
+        yield xp, g.astype(compute, copy=False), p.astype(compute, copy=False), [_widened(x, compute) for x in s], slice(None)
+        return
+    p, g, s = p.reshape(-1), g.reshape(-1), [x.reshape(-1) for x in s]
+    for start, stop in element_ranges(batch.live_rows[at], batch.shapes[at]):
+        for low in range(start, stop, _BLOCK):
+            part = slice(low, min(low + _BLOCK, stop))
+            gradient, block = g[part].astype(compute, copy=False), p[part].astype(compute, copy=False)
+            yield xp, gradient, block, [_widened(x[part], compute) for x in s], part
+
+
+def _widened(slot: np.ndarray, compute: np.dtype) -> np.ndarray:
+    if compute.kind == "c" and slot.dtype.kind != "c":
+        compute = compute.type(0).real.dtype
+    return slot.astype(compute, copy=False)
+
+
+def element_ranges(rows: tuple[tuple[int, int], ...] | None, shape: tuple[int, ...]) -> list[tuple[int, int]]:
+    """The live elements of a contiguous array, as ranges."""
+    size = int(np.prod(shape, dtype=np.int64))
+    if rows is None:
+        return [(0, size)] if size else []
+    width = size // shape[0] if shape[0] else 0
+    return [(start * width, stop * width) for start, stop in rows if width]
+
+
+def _row_mask(rows: tuple[tuple[int, int], ...] | None, shape: tuple[int, ...]) -> np.ndarray | None:
+    if rows is None:
+        return None
+    mask = np.zeros(shape[0], bool)
+    for start, stop in rows:
+        mask[start:stop] = True
+    return mask
+
+
+def _wide(array: Any) -> Any:
+    """In double precision, where a sum of squares neither overflows nor loses small terms."""
+    library = np if isinstance(array, np.ndarray) else namespace_of(array)
+    name = "complex128" if dtype_name(array).startswith("complex") else "float64"
+    return array.astype(name) if library is np else library.astype(array, getattr(library, name), copy=False)
+
+
+def _sum(part: Any, rows: np.ndarray | None) -> float:
+    library = np if isinstance(part, (np.ndarray, np.generic)) else namespace_of(part)
+    return float(library.sum(part if rows is None else part[library.asarray(rows)]))
+
+
+@cache
+def _numpy_dtype(name: str) -> np.dtype:
+    try:
+        return np.dtype(name)
+    except TypeError:
+        import ml_dtypes
+
+        return np.dtype(getattr(ml_dtypes, name))
+
+
+def _import(library: str) -> Any:
+    if library == "torch":
+        import array_api_compat.torch
+
+        return array_api_compat.torch
+    if library == "jax":
+        import jax.numpy
+
+        return jax.numpy
+    import importlib
+
+    return importlib.import_module(library)

@@ -1,0 +1,419 @@
+"""NumPy arrays in one fused pass: a compiled loop over a table of addresses, on all cores.
+
+A program becomes one function: it walks a table of chunks (parameter, start, length), and for each element calls the kernels
+of all members in turn. Its source is generated, kept in a cache folder under a name that holds a fingerprint of all kernels,
+and compiled by Numba, which keeps the machine code beside it.
+"""
+
+import ctypes
+import hashlib
+import os
+import threading
+import types
+import warnings
+from collections import namedtuple
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, lru_cache
+from pathlib import Path as FilePath
+from typing import Any
+
+import numba
+import numpy as np
+import platformdirs
+from numba.core import types as nb_types
+from numba.extending import intrinsic
+
+from optimisers.backends import array_api, elementwise
+from optimisers.backends.array_api import Prepared, element_ranges, finish_numpy, prepare_numpy, zeros
+from optimisers.backends.base import Batch, check, real_dtype
+from optimisers.errors import OptimiserWarning
+from optimisers.rules.program import Program
+
+__all__ = ["fuses", "prepare", "run", "sums", "zeros"]
+
+_DTYPES = frozenset(("float32", "float64", "complex64", "complex128"))
+_CHUNK = 16_384
+# Handing work to another thread takes about a tenth of a millisecond: as long as this many elements take.
+_PARALLEL_FROM = 400_000
+_PARALLEL_SHARE = 1_000_000
+
+
+# Addresses ------------------------------------------------------------------------------------------------------------
+# Asking 2,000 arrays for their addresses through Python takes longer than the whole compiled step. So compiled code reads
+# them, and what has to be checked, from the array objects themselves, whose layout (PyArrayObject) is part of NumPy's ABI.
+
+_OBJECT_FIELDS = 9
+_NUMPY_READY = 0x1 | 0x100  # C-contiguous, aligned
+_WRITEABLE = 0x400
+
+
+@intrinsic
+def _pointer(typing_context: Any, address: Any) -> Any:
+    """An address as a pointer."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], context.get_value_type(nb_types.voidptr))
+
+    return nb_types.voidptr(nb_types.int64), generate
+
+
+def _compile(function: Callable[..., Any], signature: str, **options: Any) -> Callable[..., Any]:
+    """Compile at once, and keep the machine code on disk where there is a place to write."""
+    try:
+        return numba.njit(signature, cache=True, **options)(function)
+    except RuntimeError:
+        return numba.njit(signature, **options)(function)
+
+
+def _read_addresses(objects: Any, kind: int, dtype: int, dims: Any, shapes: Any, flags: int, addresses: Any) -> int:  # pragma: no cover
+    """Read the data addresses of arrays; returns how many could be read before one was not as expected."""
+    at = 0
+    for i in range(objects.shape[0]):
+        fields = numba.carray(_pointer(objects[i]), 9, np.int64)
+        if fields[1] != kind or fields[7] != dtype:
+            return i
+        if fields[3] & 0xFFFFFFFF != dims[i] or fields[8] & flags != flags:
+            return i
+        shape = numba.carray(_pointer(fields[4]), dims[i], np.int64)
+        for axis in range(dims[i]):
+            if shape[axis] != shapes[at]:
+                return i
+            at += 1
+        addresses[i] = fields[2]
+    return objects.shape[0]
+
+
+@cache
+def _reader() -> Callable[..., int]:
+    return _compile(_read_addresses, "int64(int64[::1], int64, int64, int64[::1], int64[::1], int64, int64[::1])")
+
+
+@cache
+def _can_read() -> bool:
+    """Whether array objects on this interpreter lie as expected; tried on arrays of several kinds."""
+    base = np.arange(24, dtype=np.float64).reshape(2, 3, 4)
+    samples = [base, base[1], np.zeros((), np.float64), base[0].copy(), np.zeros((0, 3))]
+    if object.__basicsize__ != 16:  # a free-threaded or a debugging interpreter
+        return False
+    for each in samples:
+        fields = (ctypes.c_int64 * _OBJECT_FIELDS).from_address(id(each))
+        expected = (id(np.ndarray), each.__array_interface__["data"][0], each.ndim, id(each.dtype))
+        if (fields[1], fields[2], fields[3] & 0xFFFFFFFF, fields[7]) != expected:
+            return False
+        if bool(fields[8] & 0x1) != each.flags.c_contiguous or bool(fields[8] & _WRITEABLE) != each.flags.writeable:
+            return False
+    return True
+
+
+class _Expected:
+    """What the arrays of a batch have to be, in the form that `_read_addresses` takes."""
+
+    def __init__(self, shapes: Sequence[tuple[int, ...]]) -> None:
+        self.dims = np.array([len(shape) for shape in shapes], np.int64)
+        self.shapes = np.array([size for shape in shapes for size in shape], np.int64)
+
+    def read(self, arrays: Sequence[Any], dtype: str, out: np.ndarray, *, writeable: bool) -> bool:
+        """Fill in the addresses, if every array is as it has to be."""
+        if not _can_read():
+            return False
+        objects = np.fromiter(map(id, arrays), np.int64, len(arrays))
+        flags = _NUMPY_READY | (_WRITEABLE if writeable else 0)
+        kind, native = id(np.ndarray), id(np.dtype(dtype))
+        return _reader()(objects, kind, native, self.dims, self.shapes, flags, out) == len(arrays)
+
+
+# The batch ------------------------------------------------------------------------------------------------------------
+
+
+def fuses(program: Program, dtypes: tuple[str, ...]) -> bool:
+    """Whether the program speaks of single elements, of dtypes that compiled code knows."""
+    return program.elementwise and _DTYPES.issuperset(dtypes)
+
+
+def prepare(batch: Batch) -> None:
+    """Read the addresses of all arrays; arrays that cannot be used as they are (strided, read-only, cast) are copied."""
+    expected = batch.plan.get("expected")
+    if expected is None:
+        expected = batch.plan["expected"] = _Expected(batch.shapes)
+        batch.plan["token"] = object()
+        batch.plan["chunks"] = _chunks(batch)
+    addresses = np.empty((2 + len(batch.slot_dtypes), len(batch.params)), np.int64)
+    fine = expected.read(batch.grads, batch.dtype, addresses[1], writeable=False)
+    fine = expected.read(batch.params, batch.dtype, addresses[0], writeable=batch.in_place) and fine
+    if fine and batch.in_place and _read_slots(batch, expected, addresses):
+        batch.prepared = Prepared(batch.params, batch.grads, batch.slots, addresses)
+        return
+    if not fine:
+        check(batch)
+    prepared = prepare_numpy(batch)
+    for at, arrays in enumerate((prepared.params, prepared.grads, *zip(*prepared.slots, strict=True))):
+        addresses[at] = [array.__array_interface__["data"][0] for array in arrays]
+    batch.prepared = prepared._replace(addresses=addresses)
+
+
+def _read_slots(batch: Batch, expected: _Expected, addresses: np.ndarray) -> bool:
+    """The addresses of the slots: kept as long as the slots are the same objects."""
+    key = batch.plan["token"]
+    if key in batch.addresses:
+        addresses[2:] = batch.addresses[key]
+        return True
+    columns = zip(*batch.slots, strict=True)
+    for at, (column, dtype) in enumerate(zip(columns, batch.slot_dtypes, strict=True)):
+        if not expected.read(column, dtype, addresses[2 + at], writeable=True):
+            return False
+    batch.addresses[key] = addresses[2:].copy()
+    return True
+
+
+def sums(batch: Batch, member: int) -> Sequence[np.ndarray]:
+    """The sums of one member's measure, in float64, added up in a fixed order whatever the threads do."""
+    function = _function(batch, member + 1, "measure")
+    if function is None:
+        return array_api.sums(batch, member)
+    addresses, chunks, table = batch.prepared.addresses, batch.plan["chunks"], _table(batch, member + 1)
+    parts = np.zeros((batch.program.members[member].sums, len(chunks)))
+    _share(chunks, lambda first, last: function(addresses, table, chunks, first, last, parts))
+    return [np.bincount(chunks[:, 0], part, minlength=len(batch.params)) for part in parts]
+
+
+def run(batch: Batch, length: int, *, step: bool) -> tuple[list[Any], list[tuple[Any, ...]]]:
+    """Run the first members in one pass."""
+    params, _, slots, addresses = batch.prepared
+    if not step and not any(member.slots for member in batch.program.members[:length]):
+        return batch.params, slots
+    function = _function(batch, length, "step" if step else "hold")
+    if function is None:
+        return array_api.run(batch, length, step=step)
+    table, chunks = _table(batch, length), batch.plan["chunks"]
+    _share(chunks, lambda first, last: function(addresses, table, chunks, first, last))
+    return (params if params is batch.params else finish_numpy(batch, params)), slots
+
+
+def _function(batch: Batch, length: int, purpose: str) -> Callable[..., None] | None:
+    """The compiled function for the first members of the program, or `None` when Numba cannot compile it."""
+    columns = tuple(tuple(scalars) for scalars in batch.scalars[:length])
+    key = (length, purpose, columns)
+    if key not in batch.plan:
+        program = batch.program.head(length)
+        dtypes = (batch.dtype, *batch.slot_dtypes[: len(program.slots)])
+        batch.plan[key] = _compiled(program, dtypes, columns, purpose)
+    return batch.plan[key]
+
+
+def _chunks(batch: Batch) -> np.ndarray:
+    """The table of work: parameter, first element, number of elements."""
+    chunks = [
+        (at, low, min(_CHUNK, stop - low))
+        for at, (rows, shape) in enumerate(zip(batch.live_rows, batch.shapes, strict=True))
+        for start, stop in element_ranges(rows, shape)
+        for low in range(start, stop, _CHUNK)
+    ]
+    return np.array(chunks, np.int64).reshape(-1, 3)
+
+
+def _table(batch: Batch, length: int) -> np.ndarray:
+    """The scalars of the first members: one column a parameter."""
+    rows = [values for scalars in batch.scalars[:length] for values in scalars.values()]
+    table = np.array(rows, real_dtype(batch.dtype)).reshape(len(rows), -1)
+    index = batch.row
+    if table.shape[1] != len(batch.params) or not isinstance(index, range):
+        table = table[:, index] if rows else np.zeros((0, len(batch.params)), table.dtype)
+    return np.ascontiguousarray(table)
+
+
+# Threads --------------------------------------------------------------------------------------------------------------
+# Compiled loops release the GIL, so plain Python threads share the chunks. Numba's own parallel layers either cannot be called
+# from two threads at once or do not survive a fork.
+
+_pool: ThreadPoolExecutor | None = None
+
+
+def _forget_pool() -> None:
+    global _pool
+    _pool = None
+
+
+os.register_at_fork(after_in_child=_forget_pool)
+
+
+def _share(chunks: np.ndarray, work: Callable[[int, int], None]) -> None:
+    """Call `work(first, last)` over all chunks, on all cores when there is enough of it."""
+    global _pool
+    threads = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
+    total = int(chunks[:, 2].sum())
+    if threads == 1 or total < _PARALLEL_FROM:
+        work(0, len(chunks))
+        return
+    shares = max(threads, min(threads * 32, total // _PARALLEL_SHARE))
+    ends = np.searchsorted(np.cumsum(chunks[:, 2]), np.linspace(0, total, shares + 1)[1:-1])
+    bounds = [0, *(int(end) for end in ends), len(chunks)]
+    ranges = iter(list(zip(bounds, bounds[1:], strict=False)))
+
+    def drain() -> None:
+        for first, last in ranges:
+            work(first, last)
+
+    if _pool is None:
+        _pool = ThreadPoolExecutor(threads - 1, thread_name_prefix="optimisers")
+    helpers = [_pool.submit(drain) for _ in range(threads - 1)]
+    try:
+        drain()
+    finally:
+        # Even when interrupted, leave no thread behind that still writes.
+        for helper in helpers:
+            helper.result()
+
+
+# Compilation ----------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=None)
+def _compiled(
+    program: Program, dtypes: tuple[str, ...], columns: tuple[tuple[str, ...], ...], purpose: str
+) -> Callable[..., None] | None:
+    """Compile a program, once a process; `None`, with a warning, when a kernel holds what Numba does not know."""
+    try:
+        return _build(program, dtypes, columns, purpose)
+    except numba.core.errors.NumbaError as error:
+        names = ", ".join(member.name for member in program.members)
+        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        warnings.warn(
+            f"Numba cannot compile the kernels of {names} for {dtypes[0]} ({reason}); NumPy runs them, more slowly",
+            OptimiserWarning,
+            stacklevel=2,
+        )
+        return None
+
+
+def _build(
+    program: Program, dtypes: tuple[str, ...], columns: tuple[tuple[str, ...], ...], purpose: str
+) -> Callable[..., None]:
+    source = _source(program, dtypes, columns, purpose)
+    kernels = [member.kernel for member in program.members]
+    measure = program.members[-1].measure if purpose == "measure" else None
+    scope: dict[str, Any] = {dtype: getattr(nb_types, dtype) for dtype in _DTYPES}
+    scope |= {"__name__": __name__, "xp": elementwise, "carray": numba.carray, "pointer": _pointer}
+    for at, (kernel, names) in enumerate(zip(kernels, columns, strict=True)):
+        scope[f"k{at}"] = numba.njit(kernel, **elementwise.OPTIONS)
+        scope[f"H{at}"] = namedtuple(f"H{at}", names)  # noqa: PYI024  # made at run time, for Numba
+    if measure is not None:
+        scope["m"] = numba.njit(measure, **elementwise.OPTIONS)
+    marks = [_fingerprint(function) for function in (*kernels, measure) if function is not None]
+    # The name is the function's identity to Numba, so each has its own.
+    name = f"loop_{_digest(source, marks)}"
+    source = source.replace("def run(", f"def {name}(")
+    path = None if None in marks else _keep(source, name)
+    exec(compile(source, str(path or "<optimisers>"), "exec"), scope)
+    sums = ", float64[:, ::1]" if purpose == "measure" else ""
+    real = real_dtype(dtypes[0])
+    signature = f"void(int64[:, ::1], {real}[:, ::1], int64[:, ::1], int64, int64{sums})"
+    if path is None:
+        return numba.njit(signature, nogil=True, **elementwise.OPTIONS)(scope[name])
+    return _compile(scope[name], signature, nogil=True, **elementwise.OPTIONS)
+
+
+def _source(program: Program, dtypes: tuple[str, ...], columns: tuple[tuple[str, ...], ...], purpose: str) -> str:
+    """The source of the loop.
+
+    Arrays are made anew for each chunk, so that the loop over elements runs from zero and vectorises.
+    """
+    measuring = purpose == "measure"
+    slots = [f"s{at}" for at in range(len(dtypes) - 1)]
+    arrays = list(zip(["p", "g", *slots], [dtypes[0], *dtypes], strict=True))
+    lines = ["def run(addresses, table, chunks, first, last" + (", parts):" if measuring else "):")]
+    lines += ["    for c in range(first, last):", "        i, start, n = chunks[c, 0], chunks[c, 1], chunks[c, 2]"]
+    for row, (name, dtype) in enumerate(arrays):
+        size = np.dtype(dtype).itemsize
+        lines.append(f"        {name} = carray(pointer(addresses[{row}, i] + start * {size}), n, {dtype})")
+    column = 0
+    for at, names in enumerate(columns):
+        values = ", ".join(f"table[{column + k}, i]" for k in range(len(names)))
+        lines.append(f"        h{at} = H{at}({values})")
+        column += len(names)
+    parts = [f"t{k}" for k in range(program.members[-1].sums)] if measuring else []
+    lines += [f"        {part} = 0.0" for part in parts]
+    lines += ["        for j in range(n):", "            d, x = g[j], p[j]"]
+    last = len(program.members) - 1
+    for at, (member, span) in enumerate(zip(program.members, program.spans, strict=True)):
+        mine = range(span.start, span.stop)
+        if measuring and at == last:
+            wide = [_wide("d", dtypes[0]), _wide("x", dtypes[0])]
+            inputs = ", ".join(["xp", wide[0], wide[1], f"h{at}", *(_wide(f"s{k}[j]", dtypes[k + 1]) for k in mine)])
+            lines.append(f"            {', '.join(f'u{k}' for k in range(len(parts)))} = m({inputs})")
+            lines += [f"            t{k} += u{k}" for k in range(len(parts))]
+            continue
+        loads = [_load(f"s{k}[j]", dtypes[k + 1], dtypes[0]) for k in mine]
+        outputs = ", ".join(["d", *(f"a{k}" for k in mine)])
+        lines.append(f"            {outputs} = k{at}({', '.join(['xp', 'd', 'x', f'h{at}', *loads])})")
+    if measuring:
+        lines += [f"        parts[{k}, c] = {part}" for k, part in enumerate(parts)]
+    else:
+        lines += [f"            s{k}[j] = a{k}" for k in range(len(slots))]
+    if purpose == "step":
+        lines.append("            p[j] = x - d")
+    return "\n".join([*lines, ""])
+
+
+def _wide(value: str, dtype: str) -> str:
+    return f"complex128({value})" if dtype.startswith("complex") else f"float64({value})"
+
+
+def _load(value: str, dtype: str, parameter: str) -> str:
+    """A slot's element in the dtype of the arithmetic, complex or real as the slot is."""
+    wanted = parameter if dtype.startswith("complex") else real_dtype(parameter)
+    return value if dtype == wanted else f"{wanted}({value})"
+
+
+# The cache on disk ----------------------------------------------------------------------------------------------------
+
+
+def _digest(source: str, marks: Sequence[str | None]) -> str:
+    scalars = FilePath(elementwise.__file__).read_bytes()
+    return hashlib.sha256(repr((source, marks, scalars, numba.__version__)).encode()).hexdigest()[:32]
+
+
+def _keep(source: str, name: str) -> FilePath | None:
+    """Write the source into the cache folder; Numba keeps the machine code beside it. `None` where nothing can be written."""
+    folder = FilePath(os.environ.get("OPTIMISERS_CACHE_DIR") or platformdirs.user_cache_dir("optimisers", appauthor=False))
+    path = folder / "kernels" / f"{name}.py"
+    try:
+        if not path.exists() or path.read_text() != source:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            draft = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}.tmp")
+            draft.write_text(source)
+            draft.replace(path)
+    except OSError:
+        return None
+    return path
+
+
+def _fingerprint(function: Callable[..., Any]) -> str | None:
+    """All that a kernel's machine code depends on, as text; `None` when that cannot be told."""
+    seen: dict[Any, None] = {}
+    try:
+        return repr(_marks(function, seen))
+    except TypeError:
+        return None
+
+
+def _marks(function: Any, seen: dict[Any, None]) -> Any:
+    if isinstance(function, (bool, int, float, complex, str, bytes, type(None))):
+        return repr(function)
+    if isinstance(function, tuple):
+        return tuple(_marks(part, seen) for part in function)
+    if isinstance(function, types.ModuleType):
+        return function.__name__
+    if isinstance(function, types.CodeType):
+        return function.co_code, function.co_names, tuple(_marks(constant, seen) for constant in function.co_consts)
+    if isinstance(function, types.BuiltinFunctionType):
+        return function.__module__, function.__name__
+    function = getattr(function, "py_func", function)
+    if not isinstance(function, types.FunctionType):
+        raise TypeError(f"cannot tell what {function!r} depends on")
+    if function in seen:
+        return function.__qualname__
+    seen[function] = None
+    used = [(name, function.__globals__[name]) for name in function.__code__.co_names if name in function.__globals__]
+    cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    return _marks(function.__code__, seen), [(name, _marks(value, seen)) for name, value in used], [_marks(cell, seen) for cell in cells]

@@ -1,0 +1,271 @@
+"""Gradients: gathering them by parameter, and flat views of a model to differentiate with respect to."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
+from operator import add
+from typing import Any
+
+import numpy as np
+
+from optimisers.backends.base import check_gradient, compute_dtype, dtype_name, library_of, namespace_of
+from optimisers.errors import GradientError, ShapeError, suggest
+from optimisers.model.layout import Layout, Parameter
+from optimisers.model.paths import Path
+from optimisers.model.reading import Opened, open_with, parameters_of, picker
+from optimisers.model.ties import SAME, View
+from optimisers.model.trees import flatten, opened, unflatten
+from optimisers.setup import trainables
+from optimisers.state import State
+
+__all__ = ["destructure", "gather", "global_norm", "partition"]
+
+
+# Gathering ------------------------------------------------------------------------------------------------------------
+
+
+def gather(grads: Any, layout: Layout, model: Opened | None = None) -> list[Any]:
+    """One gradient for each parameter, those of its occurrences added up; `None` where there is none, and for frozen ones.
+
+    Without a model, gradients are told apart by path alone.
+
+    **Raises** `GradientError` for gradients that do not belong to the model, `ShapeError` and `DtypeError` for those that do not fit.
+    """
+    if grads is None:
+        raise GradientError("update needs gradients: a tree like the model, or a mapping from paths to arrays")
+    parameters = layout.parameters
+    leaves = None if model is None else _leaves_like(grads, model)
+    if model is not None and leaves is not None:
+        gathered = list(picker(model.canonical)(leaves))
+        aliases = [(at, model.structure.paths[place], view, leaves[place]) for at, place, view in model.aliases]
+    else:
+        by_path = _by_path(grads, set(layout.index) if model is None else set(model.structure.paths))
+        gathered = [by_path.get(parameter.path) for parameter in parameters]
+        aliases = [(at, each.path, each.view, by_path.get(each.path)) for at, record in enumerate(parameters) for each in record.aliases]
+    tied: dict[int, list[tuple[Path, View, Any]]] = {}
+    for at, path, view, grad in aliases:
+        tied.setdefault(at, [(parameters[at].path, SAME, gathered[at])]).append((path, view, grad))
+    for at, parts in tied.items():
+        gathered[at] = None if parameters[at].frozen else _summed(parameters[at], parts)
+    for at in _silent(layout):
+        gathered[at] = None
+    return gathered
+
+
+def _silent(layout: Layout) -> list[int]:
+    """The parameters whose gradient is not even looked at."""
+    if "silent" not in layout.cache:
+        layout.cache["silent"] = [
+            at for at, record in enumerate(layout.parameters) if record.frozen or record.masked.issuperset(record.paths)
+        ]
+    return layout.cache["silent"]
+
+
+def _leaves_like(grads: Any, model: Opened) -> list[Any] | None:
+    """The leaves of gradients whose structure is exactly the model's."""
+    leaves, spec = flatten(grads)
+    return leaves if spec == model.spec else None
+
+
+def _by_path(grads: Any, places: set[Path]) -> dict[Path, Any]:
+    """Gradients by path, from a tree that lacks branches or from a mapping of paths."""
+    if isinstance(grads, Mapping) and not _is_tree(grads, places):
+        given = [(Path(path), grad) for path, grad in grads.items()]
+    else:
+        leaves, _, structure = opened(grads)
+        given = list(zip(structure.paths, leaves, strict=True))
+    found: dict[Path, Any] = {}
+    branches: set[Path] | None = None
+    for path, grad in given:
+        if path in places:
+            found[path] = grad
+            continue
+        if branches is None:
+            branches = {Path(each[:depth]) for each in places for depth in range(len(each))}
+        if grad is None and path in branches:
+            continue
+        if path in branches:
+            raise GradientError(f"the gradients have {_kind(grad)} at {_shown(path)}, where the model has a branch; pass a tree like it, or None")
+        raise GradientError(f"the gradients have something at {_shown(path)}, the model has nothing there{suggest(str(path), map(str, places))}")
+    return found
+
+
+def _is_tree(grads: Mapping[Any, Any], places: set[Path]) -> bool:
+    """Whether the keys of a mapping are those of the model's own root."""
+    if any(isinstance(key, Path) for key in grads):
+        return False
+    roots = {path[0] for path in places if path}
+    return all(key in roots for key in grads) or any(isinstance(value, (dict, list, tuple)) for value in grads.values())
+
+
+def _summed(parameter: Parameter, parts: list[tuple[Path, View, Any]]) -> Any:
+    """The sum over occurrences; one object that stands at several of them counts once."""
+    seen: set[int] = set()
+    terms = []
+    for path, view, grad in parts:
+        if grad is None or path in parameter.masked or id(grad) in seen:
+            continue
+        seen.add(id(grad))
+        shape = view.apply(np.empty(parameter.shape, np.bool_)).shape if view != SAME else parameter.shape
+        check_gradient(path, shape, parameter.dtype, parameter.library, grad)
+        terms.append(view.undo(grad, parameter.shape))
+    if len(terms) > 1 and compute_dtype(parameter.dtype) != parameter.dtype:
+        terms = [_cast(term, compute_dtype(parameter.dtype)) for term in terms]
+    return reduce(add, terms) if terms else None
+
+
+def _cast(array: Any, dtype: str) -> Any:
+    if isinstance(array, (np.ndarray, np.generic)):
+        return array.astype(dtype)
+    library = namespace_of(array)
+    return library.astype(array, getattr(library, dtype))
+
+
+def _kind(value: Any) -> str:
+    return f"a {type(value).__name__}"
+
+
+def _shown(path: Path) -> str:
+    return f'"{path}"' if path else "the root"
+
+
+def global_norm(grads: Any, state: State | None = None) -> float:
+    r"""The L2 norm of all gradients together, $\sqrt{\sum |g|^2}$, each parameter once.
+
+    **Arguments:**
+
+    - `grads`: a tree or mapping of gradients; an object that stands at several places counts once.
+    - `state`: with it, gradients of tied parameters are added up first, and frozen parameters and rows are left out.
+
+    **Raises** as `update` does for gradients that do not belong to the state.
+
+    Example:
+        >>> import numpy as np, optimisers as op
+        >>> op.global_norm({"a": np.array([3.0]), "b": np.array([4.0])})
+        5.0
+    """
+    if state is None:
+        leaves = {id(leaf): leaf for leaf in opened(grads)[0] if library_of(leaf) is not None}
+        return float(np.sqrt(sum(_square(leaf) for leaf in leaves.values())))
+    total = 0.0
+    for parameter, grad in zip(state.parameters, gather(grads, state.layout), strict=True):
+        if grad is not None:
+            check_gradient(parameter.path, parameter.shape, parameter.dtype, parameter.library, grad)
+            rows = parameter.live_rows
+            total += _square(grad) if rows is None else sum(_square(grad[start:stop]) for start, stop in rows)
+    return float(np.sqrt(total))
+
+
+def _square(array: Any) -> float:
+    if isinstance(array, (np.ndarray, np.generic)):
+        wide = np.asarray(array).astype(np.complex128 if np.iscomplexobj(array) else np.float64).reshape(-1)
+        return float(np.vdot(wide, wide).real)
+    library = namespace_of(array)
+    return float(library.sum(library.abs(array) ** 2))
+
+
+# Flat views of a model ------------------------------------------------------------------------------------------------
+
+
+def partition(state: State, model: Any) -> tuple[dict[str, Any], Callable[[Mapping[str, Any]], Any]]:
+    """Split a model into its live parameters and a function that puts them back.
+
+    Differentiate a loss with respect to the first: frozen parameters cost no gradient, and the gradient of a tied parameter comes
+    out summed. The gradients go into `update` as they are.
+
+    **Arguments:**
+
+    - `state`: the state that tells which parameters are live.
+    - `model`: the model.
+
+    **Returns** `(params, rebuild)`: a flat mapping from canonical path, spelled, to array, each live parameter once; and a function
+    from such a mapping to the model with every tie in place. Masked occurrences keep the array that the model holds now,
+    so no gradient comes from them.
+
+    **Raises** `ModelError` when the model is not the state's; `rebuild` raises `GradientError` for missing or unknown names.
+
+    Example:
+        >>> import numpy as np, optimisers as op
+        >>> w = np.ones(2)
+        >>> model = {"a": w, "b": w, "c": np.zeros(3)}
+        >>> params, rebuild = op.partition(op.setup(op.Adam(), model).freeze("c"), model)
+        >>> list(params), rebuild({"a": w + 1})["b"]
+        (['a'], array([2., 2.]))
+    """
+    view = open_with(state.layout, model)
+    parameters = state.parameters
+    names = {str(p.path): at for at, p in enumerate(parameters) if not p.frozen}
+    arrays = view.arrays
+    params = {name: arrays[at] for name, at in names.items()}
+
+    def rebuild(new: Mapping[str, Any]) -> Any:
+        unknown = [str(name) for name in new if str(name) not in names]
+        if unknown:
+            raise GradientError(f'"{unknown[0]}" is no live parameter{suggest(unknown[0], names)}')
+        missing = [name for name in names if name not in new]
+        if missing:
+            raise GradientError(f'the mapping lacks the live parameter "{missing[0]}"')
+        leaves = list(view.leaves)
+        changed = {names[str(name)]: array for name, array in new.items()}
+        for at, array in changed.items():
+            if parameters[at].path not in parameters[at].masked:
+                leaves[view.canonical[at]] = array
+        for at, place, how in view.aliases:
+            if at in changed and view.structure.paths[place] not in parameters[at].masked:
+                leaves[place] = how.apply(changed[at])
+        return unflatten(view.spec, leaves)
+
+    return params, rebuild
+
+
+def destructure(model: Any) -> tuple[Any, Callable[[Any], Any]]:
+    """The parameters of a model as one vector, and the function that makes the model from such a vector.
+
+    Each parameter is in the vector once, in traversal order; rebuilding restores its ties and dtypes. The dtype of the vector is
+    the common one.
+
+    **Raises** `ShapeError` when a vector of another length is given to the function; as `setup` for models that cannot be read.
+
+    Example:
+        >>> import numpy as np, optimisers as op
+        >>> w = np.array([1.0, 2.0])
+        >>> flat, rebuild = op.destructure((w, w, np.array([3.0])))
+        >>> flat, rebuild(flat * 10)
+        (array([1., 2., 3.]), (array([10., 20.]), array([10., 20.]), array([30.])))
+    """
+    found = parameters_of(model)
+    leaves, spec, structure = opened(model)
+    place = {path: at for at, path in enumerate(structure.paths)}
+    arrays = list(trainables(model).values())
+    flat = _joined(arrays)
+    total = sum(record.size for record, _ in found)
+
+    def rebuild(vector: Any) -> Any:
+        if tuple(vector.shape) != (total,):
+            raise ShapeError(f"the model has {total} parameters, but the vector has shape {tuple(vector.shape)}")
+        new, at = list(leaves), 0
+        for record, array in found:
+            part = _like(vector[at : at + record.size], record, array)
+            at += record.size
+            new[place[record.path]] = part
+            for alias in record.aliases:
+                new[place[alias.path]] = alias.view.apply(part)
+        return unflatten(spec, new)
+
+    return flat, rebuild
+
+
+def _joined(arrays: Sequence[Any]) -> Any:
+    if not arrays:
+        return np.zeros(0)
+    if isinstance(arrays[0], np.ndarray):
+        return np.concatenate([array.reshape(-1) for array in arrays])
+    library = namespace_of(*arrays[:1])
+    return library.concat([library.reshape(array, (-1,)) for array in arrays])
+
+
+def _like(part: Any, record: Parameter, array: Any) -> Any:
+    if library_of(part) in (None, "numpy"):
+        part = part.reshape(record.shape)
+        return part if part.dtype == array.dtype else part.astype(array.dtype)
+    library = namespace_of(part)
+    return library.astype(library.reshape(part, record.shape), getattr(library, dtype_name(array)), copy=False)

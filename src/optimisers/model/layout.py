@@ -1,0 +1,155 @@
+"""The static half of a state: what is known of every parameter but its arrays and numbers."""
+
+from collections.abc import Iterable
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+
+import numpy as np
+
+from optimisers.backends.base import slot_dtype
+from optimisers.model.paths import Path
+from optimisers.model.ties import SAME, View
+from optimisers.rules.program import Program
+
+__all__ = ["Alias", "Layout", "Parameter", "Runs", "runs_of"]
+
+Runs = tuple[tuple[int, int], ...]
+"""Ranges of rows (start, stop), ascending and apart."""
+
+
+class Alias(NamedTuple):
+    """A further occurrence of a parameter, and how it is seen from there."""
+
+    path: Path
+    view: View
+    owners: tuple[type, ...] = ()
+
+
+class Parameter(NamedTuple):
+    """The record of one parameter: all that is static about it.
+
+    - `path`: the canonical path; `aliases`: the other occurrences; `owners`: the types of the enclosing nodes, outermost first.
+    - `shape`, `dtype`, `library`, `device`: of its array.
+    - `frozen`, `frozen_rows`, `masked` (the paths of occurrences whose gradient does not count).
+    - `state_dtype`: the dtype asked for its slots, or `None`.
+    - `group`, `counter`: which of the state's rules and step counts are its own.
+    """
+
+    path: Path
+    shape: tuple[int, ...]
+    dtype: str
+    library: str
+    device: Any = None
+    owners: tuple[type, ...] = ()
+    aliases: tuple[Alias, ...] = ()
+    masked: frozenset[Path] = frozenset()
+    frozen: bool = False
+    frozen_rows: Runs = ()
+    state_dtype: str | None = None
+    group: int = 0
+    counter: int = 0
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The canonical path, then the aliases'."""
+        return (self.path, *(alias.path for alias in self.aliases))
+
+    @property
+    def name(self) -> Any:
+        """The last key of the canonical path: `"weight"`."""
+        return self.path[-1] if self.path else None
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def occurrences(self) -> "tuple[Parameter, ...]":
+        """One record for each occurrence, as if it stood alone."""
+        if not self.aliases:
+            return (self,)
+        own = [Alias(self.path, SAME, self.owners), *self.aliases]
+        return tuple(self._replace(path=each.path, owners=each.owners, aliases=()) for each in own)
+
+    @property
+    def live_rows(self) -> Runs | None:
+        """The rows that train, or `None` for all."""
+        return complement(self.frozen_rows, self.shape[0]) if self.frozen_rows else None
+
+
+class Layout:
+    """All records of a state, and the program of each group. Equal layouts are one object."""
+
+    def __init__(self, parameters: tuple[Parameter, ...], programs: tuple[Program, ...], excluded: frozenset[Path]) -> None:
+        self.parameters = parameters
+        self.programs = programs
+        self.excluded = excluded
+        """Paths of arrays that could train but are none of the state's business (`setup(trainable=…)`)."""
+        self.cache: dict[Any, Any] = {}
+        """What other modules keep for this layout: plans, positions."""
+
+    @classmethod
+    def of(cls, parameters: Iterable[Parameter], programs: Iterable[Program], excluded: frozenset[Path] = frozenset()) -> "Layout":
+        """The one layout with these contents."""
+        key = (tuple(parameters), tuple(programs), excluded)
+        found = _interned.get(key)
+        if found is None:
+            found = _interned[key] = cls(*key)
+        return found
+
+    def __repr__(self) -> str:
+        return f"Layout({len(self.parameters)} parameters, {len(self.programs)} groups)"
+
+    @cached_property
+    def index(self) -> dict[Path, int]:
+        """The number of the parameter at each path, canonical or alias."""
+        return {path: at for at, parameter in enumerate(self.parameters) for path in parameter.paths}
+
+    @cached_property
+    def names(self) -> dict[str, int]:
+        """The number of the parameter of each canonical path, spelled."""
+        return {str(parameter.path): at for at, parameter in enumerate(self.parameters)}
+
+
+_interned: WeakValueDictionary[Any, Layout] = WeakValueDictionary()
+
+
+def runs_of(mask: np.ndarray) -> Runs:
+    """The ranges where a boolean vector is true.
+
+    >>> runs_of(np.array([True, True, False, True]))
+    ((0, 2), (3, 4))
+    """
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], mask, [False])).astype(np.int8)))
+    return tuple((int(start), int(stop)) for start, stop in edges.reshape(-1, 2))
+
+
+def complement(runs: Runs, size: int) -> Runs:
+    """The ranges that are left of `range(size)`.
+
+    >>> complement(((0, 2), (3, 4)), 6)
+    ((2, 3), (4, 6))
+    """
+    edges = [0, *(edge for run in runs for edge in run), size]
+    return tuple((start, stop) for start, stop in list(pairwise(edges))[::2] if start < stop)
+
+
+def mask_of(runs: Runs, size: int) -> np.ndarray:
+    """The boolean vector that is true in the ranges."""
+    mask = np.zeros(size, bool)
+    for start, stop in runs:
+        mask[start:stop] = True
+    return mask
+
+
+def slot_dtypes(parameter: Parameter, program: Program) -> tuple[str, ...]:
+    """The dtypes of the slots that a program keeps for a parameter."""
+    return tuple(slot_dtype(parameter.dtype, slot.real, parameter.state_dtype) for _, slot in program.slots)

@@ -1,0 +1,159 @@
+"""Reading a model: which parameters it has, and where the parameters of a state stand in it."""
+
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import optree
+
+from optimisers.backends.base import dtype_name, library_of, trainable_dtype
+from optimisers.errors import ModelError, TieError, suggest
+from optimisers.model.layout import Alias, Layout, Parameter
+from optimisers.model.paths import Path
+from optimisers.model.ties import SAME, View, find_ties, same_memory
+from optimisers.model.trees import Structure, opened, unflatten
+
+__all__ = ["Opened", "open_with", "parameters_of"]
+
+_STRUCTURES = 8
+
+
+def parameters_of(model: Any) -> list[tuple[Parameter, Any]]:
+    """The parameters of a model, each once, with their arrays; ties are found.
+
+    **Raises** `ModelError` for a model that refers to itself, `TieError` for arrays that overlap in part.
+    """
+    leaves, _, structure = opened(model)
+    places = [at for at, leaf in enumerate(leaves) if _trains(leaf) and structure.occurrences[at].trains]
+    found = []
+    for group in find_ties([structure.paths[at] for at in places], [leaves[at] for at in places]):
+        at = places[group[0][0]]
+        array = leaves[at]
+        aliases = tuple(
+            Alias(structure.paths[places[k]], view, structure.occurrences[places[k]].owners)
+            for k, view in group[1:]
+        )
+        record = Parameter(
+            path=structure.paths[at],
+            shape=tuple(array.shape),
+            dtype=dtype_name(array),
+            library=library_of(array) or "",
+            device=None if library_of(array) == "numpy" else getattr(array, "device", None),
+            owners=structure.occurrences[at].owners,
+            aliases=aliases,
+        )
+        found.append((record, array))
+    return found
+
+
+def _trains(leaf: Any) -> bool:
+    return library_of(leaf) is not None and trainable_dtype(dtype_name(leaf))
+
+
+class _Places(NamedTuple):
+    """Where the parameters of a layout stand among the leaves of a structure."""
+
+    structure: Structure
+    canonical: tuple[int, ...]
+    aliases: tuple[tuple[int, int, View], ...]
+    """For each alias: the number of the parameter, the place, the view."""
+
+
+class Opened:
+    """A model opened with a layout at hand."""
+
+    def __init__(self, layout: Layout, leaves: list[Any], spec: optree.PyTreeSpec, places: _Places) -> None:
+        self.layout = layout
+        self.leaves = leaves
+        self.spec = spec
+        self.structure = places.structure
+        self.canonical = places.canonical
+        self.aliases = places.aliases
+
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        """The array at the canonical path of each parameter."""
+        return picker(self.canonical)(self.leaves)
+
+    def check_ties(self) -> None:
+        """Check that all occurrences of each live parameter still hold the same values.
+
+        **Raises** `TieError`, naming both paths.
+        """
+        for at, place, view in self.aliases:
+            array, alias = self.leaves[self.canonical[at]], self.leaves[place]
+            parameter = self.layout.parameters[at]
+            if array is alias or parameter.frozen or library_of(alias) is None or tuple(array.shape) != parameter.shape:
+                continue
+            if not same_memory(array, alias, view) and not _equal(view.apply(array), alias):
+                raise TieError(
+                    f"{parameter.path} and {self.structure.paths[place]} are tied, but the model holds different values there; "
+                    f'make them equal, or call state.untie("{self.structure.paths[place]}")'
+                )
+
+    def put(self, changed: dict[int, Any]) -> Any:
+        """A model with other arrays for some parameters, at every occurrence; the others are shared with this one."""
+        leaves = list(self.leaves)
+        for at, array in changed.items():
+            leaves[self.canonical[at]] = array
+        for at, place, view in self.aliases:
+            if at in changed:
+                leaves[place] = view.apply(changed[at])
+        return unflatten(self.spec, leaves)
+
+
+def open_with(layout: Layout, model: Any) -> Opened:
+    """Open a model and find the parameters of a layout in it.
+
+    **Raises** `ModelError` when the model lacks one of them, or has parameters that the layout does not know.
+    """
+    leaves, spec, structure = opened(model)
+    known: dict[Structure, _Places] = layout.cache.setdefault("places", {})
+    places = known.get(structure)
+    if places is None:
+        if len(known) >= _STRUCTURES:
+            known.clear()
+        places = known[structure] = _find(layout, structure, leaves)
+    return Opened(layout, leaves, spec, places)
+
+
+def _find(layout: Layout, structure: Structure, leaves: list[Any]) -> _Places:
+    at = {path: place for place, path in enumerate(structure.paths)}
+    for parameter in layout.parameters:
+        for path in parameter.paths:
+            if path not in at:
+                hint = suggest(str(path), map(str, structure.paths))
+                raise ModelError(f"the state has a parameter at {_shown(path)}, the model has nothing there{hint}")
+    for place, leaf in enumerate(leaves):
+        path = structure.paths[place]
+        if _trains(leaf) and structure.occurrences[place].trains and path not in layout.index and path not in layout.excluded:
+            raise ModelError(
+                f"the model has a parameter at {_shown(path)} that the state does not know; make a state for the changed model, "
+                "or leave it out with setup(trainable=…)"
+            )
+    return _Places(
+        structure,
+        tuple(at[parameter.path] for parameter in layout.parameters),
+        tuple((k, at[alias.path], alias.view) for k, parameter in enumerate(layout.parameters) for alias in parameter.aliases),
+    )
+
+
+def _shown(path: Path) -> str:
+    return f'"{path}"'
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if library_of(a) != library_of(b) or tuple(a.shape) != tuple(b.shape):
+        return False
+    try:
+        return bool((a == b).all()) if hasattr(a, "all") else bool(a.__array_namespace__().all(a == b))
+    except Exception as error:  # noqa: BLE001  # a traced array has no values to compare
+        if "racer" in type(error).__name__:
+            return True
+        raise
+
+
+def picker(places: tuple[int, ...]) -> Any:
+    """A function from a sequence to the tuple of its items at some places."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    return lambda sequence: tuple(sequence[place] for place in places)

@@ -1,0 +1,136 @@
+"""Selectors: which parameters are meant, by path, name, enclosing type, number of axes or predicate; `|`, `&` and `~` combine them.
+
+Wherever a selector is taken, these stand for one: a string or a tuple of keys (a path or a glob), a type (of an enclosing node),
+a function from a `Parameter` to a truth value, and a list or set of selectors (any of them).
+"""
+
+import difflib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
+
+from optimisers.errors import PathError, suggest
+from optimisers.model.layout import Parameter
+from optimisers.model.paths import Path, Pattern
+
+__all__ = ["Selectable", "Selector", "as_selector", "matching", "name", "ndim", "path", "where", "within"]
+
+
+class Selector:
+    """A choice of parameters. A tied parameter is chosen when any of its occurrences is; `~` chooses all the others.
+
+    >>> from optimisers import select
+    >>> select.path("encoder") & ~select.name("bias")
+    path("encoder") & ~name("bias")
+    """
+
+    def __init__(self, test: Callable[[Parameter], bool], shown: str) -> None:
+        self._test = test
+        self._shown = shown
+
+    def selects(self, parameter: Parameter) -> bool:
+        """Whether a parameter is chosen."""
+        return bool(self._test(parameter))
+
+    def __or__(self, other: "Selectable") -> "Selector":
+        second = as_selector(other)
+        return Selector(lambda parameter: self.selects(parameter) or second.selects(parameter), f"{self} | {second}")
+
+    def __and__(self, other: "Selectable") -> "Selector":
+        second = as_selector(other)
+        return Selector(lambda parameter: self.selects(parameter) and second.selects(parameter), f"{self} & {second}")
+
+    def __invert__(self) -> "Selector":
+        return Selector(lambda parameter: not self.selects(parameter), f"~{self}" if " " not in str(self) else f"~({self})")
+
+    def __repr__(self) -> str:
+        return self._shown
+
+
+Selectable: TypeAlias = Selector | str | int | tuple[Any, ...] | type | Callable[[Parameter], bool] | Iterable[Any]
+
+
+def path(pattern: "str | int | tuple[Any, ...]") -> Selector:
+    """By path: the parameter there, or all those below it. `*` and `?` stand within a key, `**` for any number of keys."""
+    matcher = Pattern(pattern if isinstance(pattern, str) else Path(pattern))
+    shown = pattern if isinstance(pattern, str) else str(Path(pattern))
+    return Selector(lambda parameter: any(map(matcher.matches, parameter.paths)), f'path("{shown}")')
+
+
+def name(*names: Any) -> Selector:
+    """By the last key of a path: `name("bias")`."""
+    shown = ", ".join(f'"{each}"' if isinstance(each, str) else repr(each) for each in names)
+    return Selector(lambda parameter: any(each[-1] in names for each in parameter.paths if each), f"name({shown})")
+
+
+def within(*types: type) -> Selector:
+    """By the type of any node that encloses the parameter: `within(LayerNorm)`."""
+
+    def test(parameter: Parameter) -> bool:
+        return any(issubclass(owner, types) for each in parameter.occurrences for owner in each.owners)
+
+    return Selector(test, f"within({', '.join(each.__name__ for each in types)})")
+
+
+def ndim(count: int) -> Selector:
+    """By the number of axes: `ndim(1)` for vectors."""
+    return Selector(lambda parameter: parameter.ndim == count, f"ndim({count})")
+
+
+def where(predicate: Callable[[Parameter], bool]) -> Selector:
+    """By a function of the parameter's record."""
+    return Selector(predicate, f"where({getattr(predicate, '__name__', predicate)})")
+
+
+def as_selector(wish: Selectable) -> Selector:
+    """The selector that a value stands for.
+
+    **Raises** `PathError` when it stands for none.
+    """
+    if isinstance(wish, Selector):
+        return wish
+    if isinstance(wish, (str, tuple)) or (isinstance(wish, int) and not isinstance(wish, bool)):
+        return path(wish)
+    if isinstance(wish, type):
+        return within(wish)
+    if callable(wish):
+        return where(wish)
+    if isinstance(wish, (list, set, frozenset)):
+        parts = [as_selector(each) for each in wish]
+        return Selector(lambda parameter: any(part.selects(parameter) for part in parts), f"[{', '.join(map(str, parts))}]")
+    raise PathError(f"{wish!r} selects nothing: give a path, a glob, a type, a function of the parameter, or a list of these")
+
+
+def matching(parameters: Sequence[Parameter], wish: Selectable) -> list[int]:
+    """The numbers of the parameters that are selected.
+
+    **Raises** `PathError` when there are none, with the nearest path.
+    """
+    selector = as_selector(wish)
+    found = [at for at, parameter in enumerate(parameters) if selector.selects(parameter)]
+    if not found:
+        raise PathError(f"no parameter matches {_shown(wish, selector)}{_nearest(parameters, wish)}")
+    return found
+
+
+def _shown(wish: Selectable, selector: Selector) -> str:
+    return f'"{wish if isinstance(wish, str) else Path(wish)}"' if isinstance(wish, (str, tuple, int)) else str(selector)
+
+
+def _nearest(parameters: Sequence[Parameter], wish: Selectable) -> str:
+    """The pattern with each unknown key replaced by the nearest known one, if that matches; else the nearest path."""
+    if not isinstance(wish, (str, tuple)) or not parameters:
+        return "" if parameters else "; the state has no parameters"
+    spelling = wish if isinstance(wish, str) else str(Path(wish))
+    paths = [each for parameter in parameters for each in parameter.paths]
+    known = {str(Path((key,))) for each in paths for key in each}
+    keys = [key if key in known or "*" in key or "?" in key else _closest(key, known) for key in spelling.split(".")]
+    guess = ".".join(keys)
+    if guess != spelling and any(map(Pattern(guess).matches, paths)):
+        return f'; did you mean "{guess}"?'
+    return suggest(spelling, {str(each) for each in paths})
+
+
+def _closest(key: str, known: Iterable[str]) -> str:
+    bare = {each.strip('"'): each for each in known}
+    near = difflib.get_close_matches(key, bare, n=1)
+    return bare[near[0]] if near else key

@@ -1,0 +1,203 @@
+"""Which occurrences are one parameter: the same object, or the same memory seen through a transpose or a reshape."""
+
+from collections.abc import Iterable, Sequence
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from optimisers.backends.base import Memory, library_of, memory_of, namespace_of
+from optimisers.errors import TieError
+from optimisers.model.paths import Path
+
+__all__ = ["SAME", "View", "find_ties", "named_view", "same_memory"]
+
+
+class View(NamedTuple):
+    """How an alias is seen from its parameter: a transpose, then a reshape, then another transpose; each may be missing.
+
+    >>> import numpy as np
+    >>> view = named_view("transpose", (2, 3), (3, 2))
+    >>> view.apply(np.zeros((2, 3))).shape, str(view)
+    ((3, 2), 'transposed')
+    """
+
+    first: tuple[int, ...] | None = None
+    shape: tuple[int, ...] | None = None
+    last: tuple[int, ...] | None = None
+
+    def apply(self, array: Any) -> Any:
+        """The alias, from the parameter's array."""
+        array = _permuted(array, self.first)
+        array = array if self.shape is None else _reshaped(array, self.shape)
+        return _permuted(array, self.last)
+
+    def undo(self, array: Any, shape: tuple[int, ...]) -> Any:
+        """An array of the alias's shape (its gradient), as seen from the parameter, whose shape is given."""
+        array = _permuted(array, _inverse(self.last))
+        if self.shape is not None:
+            array = _reshaped(array, shape if self.first is None else tuple(shape[axis] for axis in self.first))
+        return _permuted(array, _inverse(self.first))
+
+    def __str__(self) -> str:
+        if self == SAME:
+            return "same"
+        return "transposed" if self.shape is None else "reshaped"
+
+
+SAME = View()
+
+
+def _inverse(order: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    return None if order is None else tuple(int(axis) for axis in np.argsort(order))
+
+
+def _permuted(array: Any, order: tuple[int, ...] | None) -> Any:
+    if order is None:
+        return array
+    # What is no array (a traced box of an autodiff package) has NumPy's methods.
+    return array.transpose(order) if library_of(array) in (None, "numpy") else namespace_of(array).permute_dims(array, order)
+
+
+def _reshaped(array: Any, shape: tuple[int, ...]) -> Any:
+    return array.reshape(shape) if library_of(array) in (None, "numpy") else namespace_of(array).reshape(array, shape)
+
+
+def named_view(name: str | None, parameter: tuple[int, ...], alias: tuple[int, ...]) -> View | None:
+    """The view of a name (`None` for same, `"transpose"`, `"reshape"`), or `None` where the shapes do not allow it."""
+    if name is None and parameter == alias:
+        return SAME
+    if name == "transpose" and parameter[::-1] == alias:
+        return View(first=tuple(range(len(parameter)))[::-1])
+    if name == "reshape" and np.prod(parameter, dtype=np.int64) == np.prod(alias, dtype=np.int64):
+        return View(shape=alias)
+    return None
+
+
+def find_ties(paths: Sequence[Path], arrays: Sequence[Any]) -> list[list[tuple[int, View]]]:
+    """Group occurrences into parameters, in order of first appearance: for each, its occurrences and their views from the first.
+
+    **Raises** `TieError` when two arrays share only a part of their memory.
+    """
+    groups: dict[int, list[int]] = {}
+    for at, array in enumerate(arrays):
+        groups.setdefault(id(array), []).append(at)
+    alone: list[list[_Seen]] = []
+    located: list[_Seen] = []
+    for occurrences in groups.values():
+        array = arrays[occurrences[0]]
+        memory = memory_of(array, library_of(array) or "")
+        seen = _Seen(occurrences, array, memory)
+        if memory is None or 0 in memory.shape:
+            alone.append([seen])
+        else:
+            _check_self_overlap(paths[occurrences[0]], memory)
+            located.append(seen)
+    parameters = [_described(cluster) for cluster in (*alone, *_by_memory(paths, located))]
+    return sorted(parameters, key=lambda group: group[0][0])
+
+
+class _Seen(NamedTuple):
+    """An array object, the occurrences where it stands, and where it lies."""
+
+    occurrences: list[int]
+    array: Any
+    memory: Memory | None
+
+
+def _by_memory(paths: Sequence[Path], located: list[_Seen]) -> list[list[_Seen]]:
+    """Group arrays that see the same memory, in one sweep over the addresses."""
+    clusters: list[list[_Seen]] = []
+    reaching: list[tuple[int, list[_Seen]]] = []
+    for seen in sorted(located, key=_bounds):
+        low, high = _bounds(seen)
+        reaching = [(end, cluster) for end, cluster in reaching if end > low]
+        for _, cluster in reaching:
+            other = cluster[0]
+            if seen.array.dtype == other.array.dtype and _view(_memory(other), _memory(seen)) is not None:
+                cluster.append(seen)
+                break
+            if _overlap(seen.array, other.array):
+                first, second = sorted((other.occurrences[0], seen.occurrences[0]))
+                raise TieError(
+                    f"{paths[first]} and {paths[second]} share a part of their memory, so one cannot be updated without the "
+                    "other; copy one of them, or hold the whole array and slice it inside the model"
+                )
+        else:
+            clusters.append([seen])
+            reaching.append((high, clusters[-1]))
+    return clusters
+
+
+def _memory(seen: _Seen) -> Memory:
+    assert seen.memory is not None
+    return seen.memory
+
+
+def _bounds(seen: _Seen) -> tuple[int, int]:
+    return _memory(seen).bounds
+
+
+def _described(cluster: list[_Seen]) -> list[tuple[int, View]]:
+    first = min(cluster, key=lambda seen: seen.occurrences[0])
+    views = [SAME if seen is first else _view(_memory(first), _memory(seen)) or SAME for seen in cluster]
+    return sorted(((at, view) for seen, view in zip(cluster, views, strict=True) for at in seen.occurrences), key=itemgetter(0))
+
+
+def _check_self_overlap(path: Path, memory: Memory) -> None:
+    if any(stride == 0 and size > 1 for size, stride in zip(memory.shape, memory.strides, strict=True)):
+        raise TieError(f"{path}: several elements of this array share one place in memory (it was broadcast); copy it")
+
+
+def _overlap(a: Any, b: Any) -> bool:
+    if not (isinstance(a, np.ndarray) and isinstance(b, np.ndarray)):
+        return True
+    try:
+        return np.shares_memory(a, b, max_work=100_000)
+    except np.exceptions.TooHardError:
+        return True
+
+
+def same_memory(parameter: Any, alias: Any, view: View) -> bool:
+    """Whether an alias still is the parameter, seen through the view."""
+    if parameter is alias:
+        return True
+    library = library_of(parameter)
+    a, b = (memory_of(each, library or "") if library_of(each) == library and library else None for each in (view.apply(parameter), alias))
+    return a is not None and a == b
+
+
+def _view(a: Memory, b: Memory) -> View | None:
+    """The view that leads from one array to another which lies in exactly the same memory, or `None`."""
+    if a == b:
+        return SAME
+    if a.itemsize != b.itemsize or a.bounds != b.bounds:
+        return None
+    moved = _transposition(a, b)
+    if moved is not None:
+        return View(first=moved)
+    order, wanted = a.dense, b.dense
+    if order is None or wanted is None or _size(a.shape) != _size(b.shape):
+        return None
+    flat = tuple(b.shape[axis] for axis in wanted)
+    return View(_unless_plain(order), flat, _unless_plain(_inverse(wanted) or ()))
+
+
+def _transposition(a: Memory, b: Memory) -> tuple[int, ...] | None:
+    if sorted(zip(a.shape, a.strides, strict=True)) != sorted(zip(b.shape, b.strides, strict=True)):
+        return None
+    free = list(range(len(a.shape)))
+    order = []
+    for size, stride in zip(b.shape, b.strides, strict=True):
+        axis = next(axis for axis in free if (a.shape[axis], a.strides[axis]) == (size, stride))
+        free.remove(axis)
+        order.append(axis)
+    return tuple(order)
+
+
+def _unless_plain(order: tuple[int, ...]) -> tuple[int, ...] | None:
+    return None if order == tuple(range(len(order))) else order
+
+
+def _size(shape: Iterable[int]) -> int:
+    return int(np.prod(tuple(shape), dtype=np.int64))

@@ -1,0 +1,300 @@
+"""Opening a model into the arrays it holds, by path, and putting arrays back.
+
+Containers are optree's business. Types that it does not know (dataclasses, subclasses of dict and list) are registered
+with it, in a namespace of our own, when they are first met.
+"""
+
+import copy
+import dataclasses
+import warnings
+import weakref
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from threading import Lock
+from typing import Any, NamedTuple, TypeVar
+
+import optree
+
+from optimisers.backends.base import library_of
+from optimisers.errors import ModelError, OptimiserWarning
+from optimisers.model.paths import Path
+
+__all__ = ["Occurrence", "Structure", "flatten", "opened", "register", "unflatten"]
+
+_NAMESPACE = "optimisers"
+_MEMORY_OF_STRUCTURES = 256
+
+_Cls = TypeVar("_Cls", bound=type)
+
+
+class Occurrence(NamedTuple):
+    """One place in a model, as it was opened."""
+
+    path: Path
+    owners: tuple[type, ...]
+    """The types of the nodes that enclose it, outermost first."""
+    trains: bool
+    """Whether the types that enclose it let it train."""
+
+
+class Structure:
+    """What is known of all models with one structure: the places of their leaves."""
+
+    def __init__(self, spec: optree.PyTreeSpec) -> None:
+        self.spec = spec
+        self.paths = [Path(path) for path in spec.paths()]
+        self._occurrences: list[Occurrence] | None = None
+
+    @property
+    def occurrences(self) -> list[Occurrence]:
+        """Every leaf's place, in traversal order."""
+        if self._occurrences is None:
+            self._occurrences = [
+                _occurrence(path, accessor) for path, accessor in zip(self.paths, self.spec.accessors(), strict=True)
+            ]
+        return self._occurrences
+
+
+def _occurrence(path: Path, accessor: optree.PyTreeAccessor) -> Occurrence:
+    trains = all(entry.entry in _TRAINABLE[entry.type] for entry in accessor if entry.type in _TRAINABLE)
+    return Occurrence(path, tuple(entry.type for entry in accessor), trains)
+
+
+def flatten(model: Any) -> tuple[list[Any], optree.PyTreeSpec]:
+    """All leaves of a model in traversal order (dict keys sorted), and its structure.
+
+    **Raises** `ModelError` for a model that refers to itself.
+    """
+    try:
+        leaves, spec = optree.tree_flatten(model, none_is_leaf=True, namespace=_NAMESPACE)
+        while _open_types(set(map(type, leaves)), leaves):
+            leaves, spec = optree.tree_flatten(model, none_is_leaf=True, namespace=_NAMESPACE)
+    except RecursionError:
+        raise ModelError(_too_deep(model)) from None
+    return leaves, spec
+
+
+def unflatten(spec: optree.PyTreeSpec, leaves: Iterable[Any]) -> Any:
+    """A model of this structure that holds these leaves."""
+    return optree.tree_unflatten(spec, leaves)
+
+
+_structures: dict[optree.PyTreeSpec, Structure] = {}
+
+
+def opened(model: Any) -> tuple[list[Any], optree.PyTreeSpec, Structure]:
+    """All leaves of a model, the means to rebuild it, and what is known of all models of its structure."""
+    leaves, spec = flatten(model)
+    structure = _structures.get(spec)
+    if structure is None:
+        if len(_structures) >= _MEMORY_OF_STRUCTURES:
+            _structures.clear()
+        structure = _structures[spec] = Structure(spec)
+    return leaves, spec, structure
+
+
+# Types ----------------------------------------------------------------------------------------------------------------
+
+_LOCK = Lock()
+_CLOSED: set[type] = {type(None), bool, int, float, complex, str, bytes}
+"""Types known to be leaves."""
+_OPEN: set[type] = set()
+"""Types registered here."""
+_TRAINABLE: dict[type, frozenset[Hashable]] = {}
+"""For types that do not train whole, the children that do."""
+
+
+def register(
+    cls: _Cls | None = None,
+    *,
+    children: Iterable[str] | Callable[[Any], Mapping[Hashable, Any]] | None = None,
+    rebuild: Callable[[Any, Mapping[Hashable, Any]], Any] | None = None,
+    trainable: Collection[Hashable] | None = None,
+) -> Any:
+    """Tell how a type of your own is opened, and which of its children train. Also a class decorator.
+
+    Dataclasses need this only to say which of their fields train.
+
+    **Arguments:**
+
+    - `cls`: the type.
+    - `children`: the names of the attributes that are children (all attributes of an object by default; a dataclass's fields), or
+      a function from an object to a mapping of its children.
+    - `rebuild`: a function from an object and the mapping of its new children to a new object. By default a shallow copy
+      whose attributes are set.
+    - `trainable`: the keys of the children that train; by default all. What is below the others passes through
+      untouched, like the running statistics of a normalisation.
+
+    **Raises** `ModelError` for a type that is registered already, or one that cannot be.
+
+    Example:
+        >>> import numpy as np, optimisers as op
+        >>> @op.register(children=["weight", "average"], trainable=["weight"])
+        ... class Norm:
+        ...     def __init__(self):
+        ...         self.weight, self.average = np.ones(3), np.zeros(3)
+        >>> [str(path) for path in op.trainables({"norm": Norm()})]
+        ['norm.weight']
+    """
+    if cls is None:
+        return lambda cls: register(cls, children=children, rebuild=rebuild, trainable=trainable)
+    if not isinstance(cls, type):
+        raise ModelError(f"register takes a type, not {cls!r}")
+    names = None if children is None or callable(children) else tuple(children)
+    if names is None and not callable(children) and dataclasses.is_dataclass(cls):
+        names = tuple(field.name for field in dataclasses.fields(cls))
+    look = children if callable(children) else _attributes(names)
+    put = rebuild or _with_attributes
+    if not _enter(cls, look, put):
+        raise ModelError(f"{cls.__name__} is registered already")
+    if trainable is not None:
+        _TRAINABLE[cls] = frozenset(trainable)
+    return cls
+
+
+class _Shell:
+    """What of a node is not among its children. Any two with equal keys are equal: structure is a matter of type and keys.
+
+    Structures are remembered, so a shell must not keep the arrays of the node alive: it refers to the node weakly.
+    """
+
+    __slots__ = ("keys", "node")
+
+    def __init__(self, node: Any, keys: tuple[Hashable, ...]) -> None:
+        self.keys = keys
+        try:
+            self.node: Callable[[], Any] = weakref.ref(node)
+        except TypeError:  # an object with slots and nothing else: its class is all there is beside its children
+            blank = object.__new__(type(node)) if not isinstance(node, tuple) else tuple.__new__(type(node))
+            self.node = lambda: blank
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Shell) and self.keys == other.keys
+
+    def __hash__(self) -> int:
+        return hash(self.keys)
+
+
+_Look = Callable[[Any], Mapping[Hashable, Any]]
+_Put = Callable[[Any, Mapping[Hashable, Any]], Any]
+
+
+def _enter(cls: type, look: _Look, put: _Put) -> bool:
+    """Register a type with optree; `False` when it is registered already."""
+
+    def open_(node: Any) -> tuple[tuple[Any, ...], _Shell, tuple[Hashable, ...]]:
+        children = look(node)
+        keys = tuple(children)
+        return tuple(children.values()), _Shell(node, keys), keys
+
+    def close(shell: _Shell, children: Iterable[Any]) -> Any:
+        return put(shell.node(), dict(zip(shell.keys, children, strict=True)))
+
+    with _LOCK:
+        if cls in _OPEN:
+            return False
+        try:
+            optree.register_pytree_node(cls, open_, close, namespace=_NAMESPACE)
+        except (ValueError, TypeError) as error:
+            raise ModelError(f"{cls.__name__} cannot be registered: {error}") from None
+        _OPEN.add(cls)
+        _CLOSED.discard(cls)
+        return True
+
+
+def _attributes(names: tuple[str, ...] | None) -> _Look:
+    def look(node: Any) -> Mapping[Hashable, Any]:
+        return vars(node) if names is None else {name: getattr(node, name) for name in names if hasattr(node, name)}
+
+    return look
+
+
+def _with_attributes(node: Any, children: Mapping[Hashable, Any]) -> Any:
+    made = copy.copy(node)
+    for name, value in children.items():
+        object.__setattr__(made, str(name), value)
+    return made
+
+
+def _with_items(node: Any, children: Mapping[Hashable, Any]) -> Any:
+    made = copy.copy(node)
+    for key, value in children.items():
+        made[key] = value
+    return made
+
+
+def _open_types(kinds: set[type], leaves: list[Any]) -> bool:
+    """Register the types among some leaves that are containers after all; returns whether there were any."""
+    opened = False
+    for kind in kinds - _CLOSED:
+        if kind in _OPEN:
+            continue
+        if dataclasses.is_dataclass(kind):
+            names = tuple(field.name for field in dataclasses.fields(kind))
+            opened |= _enter(kind, _attributes(names), _with_attributes)
+        elif issubclass(kind, dict):
+            opened |= _enter(kind, lambda node: {key: node[key] for key in _sorted(node)}, _with_items)
+        elif issubclass(kind, list):
+            opened |= _enter(kind, lambda node: dict(enumerate(node)), _with_items)
+        elif issubclass(kind, tuple):
+            opened |= _enter(kind, lambda node: dict(enumerate(node)), lambda node, new: type(node)(new.values()))
+        else:
+            _CLOSED.add(kind)
+            _warn_of_hidden_arrays(kind, leaves)
+    return opened
+
+
+def _sorted(keys: Iterable[Hashable]) -> list[Hashable]:
+    """Keys as optree sorts those of a dict: by value, else by type and value, else as they come."""
+    for order in (lambda key: key, lambda key: (type(key).__qualname__, key)):
+        try:
+            return sorted(keys, key=order)
+        except TypeError:
+            continue
+    return list(keys)
+
+
+def _warn_of_hidden_arrays(kind: type, leaves: list[Any]) -> None:
+    for leaf in leaves:
+        if type(leaf) is kind and library_of(leaf) is None and any(library_of(value) for value in getattr(leaf, "__dict__", {}).values()):
+            warnings.warn(
+                f"the model holds a {kind.__name__}, which holds arrays but cannot be opened, so they do not train; "
+                f"call optimisers.register({kind.__name__}) to open it",
+                OptimiserWarning,
+                stacklevel=5,
+            )
+            return
+
+
+def _too_deep(model: Any) -> str:
+    """Why a model cannot be opened: the path at which it refers to itself, or its depth."""
+    trail: list[tuple[Any, list[tuple[Hashable, Any]]]] = [(model, _children(model))]
+    keys: list[Hashable] = []
+    while trail:
+        node, rest = trail[-1]
+        if not rest:
+            trail.pop()
+            del keys[-1:]
+            continue
+        key, child = rest.pop()
+        for at, (above, _) in enumerate(trail):
+            if above is child:
+                where = Path(keys[:at])
+                return (
+                    f"the model refers to itself: {Path([*keys, key])} is {where or 'the model itself'} again; "
+                    "a model is a tree, so keep the back-reference out of its fields"
+                )
+        children = _children(child)
+        if children:
+            trail.append((child, children))
+            keys.append(key)
+        if len(trail) > 100_000:
+            break
+    return f"the model is nested more than {optree.MAX_RECURSION_DEPTH} levels deep; make it flatter, or use a dict of paths"
+
+
+def _children(node: Any) -> list[tuple[Hashable, Any]]:
+    children, _ = optree.tree_flatten(node, is_leaf=lambda each: each is not node, none_is_leaf=True, namespace=_NAMESPACE)
+    if len(children) == 1 and children[0] is node:
+        return []
+    paths = optree.tree_paths(node, is_leaf=lambda each: each is not node, none_is_leaf=True, namespace=_NAMESPACE)
+    return [(path[0], child) for path, child in zip(paths, children, strict=True)][::-1]

@@ -1,0 +1,243 @@
+"""What a rule is: hyperparameters, slots, scalars of a step, and the arithmetic of one element."""
+
+import dataclasses
+import math
+import numbers
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Self, TypeAlias, TypeVar, dataclass_transform
+
+from optimisers.errors import HyperparameterError, suggest
+
+__all__ = ["LIKE", "REAL", "Hyper", "Rule", "Slot", "rule", "stack"]
+
+Hyper: TypeAlias = float | Callable[[Any], Any]
+"""A number, or a schedule: a function of the state's step (counted from 0)."""
+
+_Cls = TypeVar("_Cls", bound="type[Rule]")
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """The kind of a state array: its dtype and shape, from those of the parameter. Slots start at zero.
+
+    - `real`: the real dtype even where the parameter is complex.
+    - `shape`: a function from the parameter's shape to the slot's; the same shape by default.
+    """
+
+    real: bool = False
+    shape: Callable[[tuple[int, ...]], tuple[int, ...]] | None = None
+
+
+LIKE = Slot()
+REAL = Slot(real=True)
+
+# Inclusive lower bound, upper bound, whether the upper bound itself is allowed.
+_RANGES: dict[str, tuple[float, float, bool]] = {
+    "lr": (0.0, math.inf, False),
+    "betas": (0.0, 1.0, False),
+    "eps": (0.0, math.inf, False),
+    "weight_decay": (0.0, math.inf, False),
+    "momentum": (0.0, math.inf, False),
+    "dampening": (-math.inf, math.inf, False),
+}
+
+
+class Rule:
+    """An update rule and its hyperparameters: an immutable value.
+
+    A rule of your own is a class under the decorator `rule` that says:
+
+    - its hyperparameters, as fields: numbers (or schedules) are data, which `adjust` changes freely;
+      `bool`, `str` and `None` are static, since they shape the computation;
+    - `slots`: the name and kind (`LIKE`, `REAL`) of each state array. Slots start at zero;
+    - `scalars(self, step)`: the numbers of this step, for all elements alike, as a `dict`. `step` is the parameter's
+      own count, 1 at its first step. It must be plain arithmetic: it also runs on arrays and tracers;
+    - `kernel(xp, g, p, h, *slots)`: one element. `g` is the gradient (in a chain, what the rule before returned), `p`
+      the parameter, `h` the scalars as attributes, `xp` a namespace of functions (`sqrt`, `abs2`, `where`, …). It
+      returns what is subtracted from `p`, then the new value of each slot. Constants belong in `scalars`.
+
+    And, where one element does not tell enough:
+
+    - `measure(xp, g, p, h, *slots)`: what one element adds to one or more sums, over the parameter (`scope = "leaf"`) or
+      over all live parameters (`scope = "tree"`), a tuple where the class says `sums = 2` or more;
+      `measured(xp, h, *sums)` turns the sums into further scalars;
+    - `gate = True`: the scalar `open` tells whether what follows in the chain, and the step itself, takes place;
+    - `memory`: numbers that the rule keeps for the whole tree, passed to `scalars` by name; `remember(h, **memory)`
+      returns their next values;
+    - `apply(xp, g, p, h, slots)`: in place of `kernel`, on whole arrays, returning the step and a tuple of new slots;
+    - `refuses(self, shape, dtype)`: the reason why a parameter cannot be trained by this rule, or `None`.
+
+    Example:
+        >>> import numpy as np
+        >>> import optimisers as op
+        >>> @op.rule
+        ... class SignDescent(op.Rule):
+        ...     lr: op.Hyper = 0.1
+        ...     def scalars(self, step):
+        ...         return {"lr": self.lr}
+        ...     def kernel(xp, g, p, h):
+        ...         return h.lr * xp.sign(g)
+        >>> model = {"w": np.array([1.0, 2.0])}
+        >>> state, model = op.update(op.setup(SignDescent(), model), model, {"w": np.array([5.0, -5.0])})
+        >>> model["w"]
+        array([0.9, 2.1])
+    """
+
+    slots: ClassVar[Mapping[str, Slot]] = {}
+    scope: ClassVar[str | None] = None
+    sums: ClassVar[int] = 1
+    gate: ClassVar[bool] = False
+    memory: ClassVar[Mapping[str, float]] = {}
+    ranges: ClassVar[Mapping[str, tuple[float, float, bool]]] = {}
+    kernel: ClassVar[Callable[..., Any] | None] = None
+    measure: ClassVar[Callable[..., Any] | None] = None
+    measured: ClassVar[Callable[..., Any] | None] = None
+    apply: ClassVar[Callable[..., Any] | None] = None
+    remember: ClassVar[Callable[..., Any] | None] = None
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]  # every subclass is a dataclass
+            value = _plain(getattr(self, field.name))
+            object.__setattr__(self, field.name, value)
+            self._check(field.name, value)
+
+    def _check(self, name: str, value: Any) -> None:
+        parts = value if isinstance(value, tuple) else (value,)
+        bounds = self.ranges.get(name) or _RANGES.get(name)
+        for part in parts:
+            if isinstance(part, bool) or not isinstance(part, (int, float)):
+                continue
+            here = f"{type(self).__name__}({name}={value!r})"
+            if math.isnan(part):
+                raise HyperparameterError(f"{here}: {name} is not a number; give a finite value")
+            if bounds and not (bounds[0] <= part < bounds[1] or (bounds[2] and part == bounds[1])):
+                close = "]" if bounds[2] else ")"
+                raise HyperparameterError(f"{here}: {name} must lie in [{bounds[0]:g}, {bounds[1]:g}{close}")
+
+    def __repr__(self) -> str:
+        shown = [f"{name}={_show(value)}" for name, value in self.hyperparameters.items()]
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+    @property
+    def hyperparameters(self) -> dict[str, Any]:
+        """Every field and its value, by name."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
+
+    @property
+    def members(self) -> "tuple[Rule, ...]":
+        """The rules that this one consists of, in order: itself, or the members of a chain."""
+        return (self,)
+
+    def adjusted(self, **changes: Any) -> Self:
+        """This rule with other values of its hyperparameters.
+
+        **Raises** `HyperparameterError` for a name that the rule lacks, a value out of range, or a static option, since
+        that changes the shape of the state (`State.replace` does that).
+        """
+        mine = self.hyperparameters
+        for name, value in changes.items():
+            if name not in mine:
+                raise HyperparameterError(f'{type(self).__name__} has no hyperparameter "{name}"{suggest(name, mine)}')
+            if static(mine[name]) != static(_plain(value)):
+                raise HyperparameterError(
+                    f"{type(self).__name__}.{name} is {mine[name]!r}, and {value!r} would change the computation "
+                    "and not only a number in it; use state.replace(selector, rule)"
+                )
+        return dataclasses.replace(self, **changes)  # type: ignore[type-var]
+
+    def at(self, step: Any) -> Self:
+        """This rule with each schedule replaced by its value at a step."""
+        mine = self.hyperparameters
+        if not any(callable(part) for value in mine.values() for part in _parts(value)):
+            return self
+        values = {name: _at(value, step) for name, value in mine.items()}
+        for name, value in values.items():
+            self._check(name, value)
+        return self.with_values(values)
+
+    def with_values(self, values: Mapping[str, Any]) -> Self:
+        """A copy whose fields hold anything at all (arrays, tracers), unchecked."""
+        copy = object.__new__(type(self))
+        for name, value in values.items():
+            object.__setattr__(copy, name, value)
+        return copy
+
+    def scalars(self, step: Any, **memory: Any) -> dict[str, Any]:
+        """The numbers of one step, for all elements alike."""
+        return {}
+
+    def refuses(self, shape: tuple[int, ...], dtype: str) -> str | None:
+        """Why a parameter of this shape and dtype cannot be trained by this rule, or `None`."""
+        return None
+
+
+@dataclass_transform(frozen_default=True)
+def rule(cls: _Cls) -> _Cls:
+    """Make a subclass of `Rule` a rule: a frozen dataclass whose arithmetic is static. See `Rule`."""
+    if not (isinstance(cls, type) and issubclass(cls, Rule)):
+        raise HyperparameterError(f"{cls!r} is not a subclass of optimisers.Rule")
+    for name in ("kernel", "measure", "measured", "apply", "remember"):
+        function = cls.__dict__.get(name)
+        if callable(function) and not isinstance(function, (staticmethod, property)):
+            setattr(cls, name, staticmethod(function))
+    if cls.kernel is None and cls.apply is None and cls.members is Rule.members:
+        raise HyperparameterError(f"the rule {cls.__name__} has neither a kernel nor an apply; define one of them")
+    return dataclasses.dataclass(frozen=True, repr=False)(cls)  # type: ignore[return-value]
+
+
+def static(value: Any) -> Any:
+    """The part of a hyperparameter that shapes the computation: the value itself, or `None` for data."""
+    if isinstance(value, tuple):
+        return tuple(static(part) for part in value)
+    if value is None or isinstance(value, (bool, str, Rule)):
+        return value if value is not None else "None"
+    return None
+
+
+def stack(rules: Sequence[Rule]) -> Rule:
+    """One rule that stands for several of the same form: where their numbers differ, a vector of them.
+
+    `scalars` of the result computes for all of them at once.
+    """
+    import numpy as np
+
+    first = rules[0]
+    if all(each is first for each in rules):
+        return first
+    columns = {}
+    for name, value in first.hyperparameters.items():
+        values = [getattr(each, name) for each in rules]
+        if isinstance(value, tuple):
+            columns[name] = tuple(np.array(part) for part in zip(*values, strict=True))
+        else:
+            columns[name] = value if static(value) is not None else np.array(values)
+    return first.with_values(columns)
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    if isinstance(value, tuple):
+        for part in value:
+            yield from _parts(part)
+    elif not isinstance(value, Rule):
+        yield value
+
+
+def _at(value: Any, step: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_at(part, step) for part in value)
+    return value(step) if callable(value) and not isinstance(value, Rule) else value
+
+
+def _plain(value: Any) -> Any:
+    """NumPy scalars as Python numbers: they would promote float32 arrays to float64."""
+    if isinstance(value, (tuple, list)):
+        return tuple(_plain(part) for part in value)
+    if hasattr(value, "dtype") and isinstance(value, numbers.Number):
+        return value.item()  # type: ignore[attr-defined]
+    return value
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"({', '.join(_show(part) for part in value)})"
+    return getattr(value, "__qualname__", None) or repr(value)

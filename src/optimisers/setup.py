@@ -1,0 +1,149 @@
+"""Making a state: which parameters a model has, which rule each gets, which are frozen or tied."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+from warnings import warn
+
+from optimisers.backends.base import trainable_dtype
+from optimisers.errors import DtypeError, HyperparameterError, OptimiserWarning, PathError, StateError
+from optimisers.model.layout import Parameter
+from optimisers.model.reading import parameters_of
+from optimisers.model.select import Selectable, as_selector, matching
+from optimisers.rules.base import Rule
+from optimisers.state import State, new_state
+
+__all__ = ["setup", "trainables"]
+
+
+def setup(
+    rule: Rule | Mapping[Any, Rule] | Callable[[Parameter], Rule],
+    model: Any,
+    *,
+    trainable: Selectable | None = None,
+    frozen: Selectable | None = None,
+    ties: Iterable[tuple[Any, ...]] = (),
+    state_dtype: Any = None,
+) -> State:
+    """Make the state of a model's training: finds its parameters and its ties, and gives each parameter a rule and slots.
+
+    Parameters are the floating and complex arrays of the model. Several occurrences of one array, or of its transpose or
+    reshape in the same memory, are one parameter. Everything else in the model (integers, functions, strings) passes through.
+
+    **Arguments:**
+
+    - `rule`: a rule; or a mapping selector -> rule, of which the first match wins; or a function from a `Parameter` to a rule.
+    - `model`: any tree of arrays.
+    - `trainable`: a selector; other arrays are no parameters at all.
+    - `frozen`: a selector; these parameters start frozen, and get no slots until they are thawed.
+    - `ties`: further ties, which identity cannot show: (alias, path) or (alias, path, view), see `State.tie`.
+    - `state_dtype`: the dtype of slots, in place of the parameter's (of float32, for half precision).
+
+    **Returns** a `State`. Warns when the model has no trainable parameter.
+
+    **Raises** `PathError` for a selector that matches nothing, `StateError` for a parameter that no selector matches or that two rules
+    claim through two of its paths, `TieError` for arrays that overlap in part, `ModelError` for a model that refers to itself.
+
+    Example:
+        >>> import numpy as np, optimisers as op
+        >>> table = np.ones((4, 3))
+        >>> model = {"embed": table, "head": {"weight": table.T, "bias": np.zeros(4)}}
+        >>> state = op.setup({"**.bias": op.Descent(0.1), "**": op.AdamW(1e-3)}, model)
+        >>> [str(path) for path in state], dict(state["embed"].ties)
+        (['embed', 'head.bias'], {Path('head.weight'): 'transposed'})
+    """
+    records = [record for record, _ in parameters_of(model)]
+    excluded = frozenset[Any]()
+    if trainable is not None:
+        chosen = set(matching(records, trainable))
+        excluded = frozenset(path for at, record in enumerate(records) if at not in chosen for path in record.paths)
+        records = [record for at, record in enumerate(records) if at in chosen]
+    if not records:
+        warn("the model has no trainable parameter (no floating or complex array)", OptimiserWarning, stacklevel=2)
+    rules, groups = _assign(rule, records)
+    sleeping = set() if frozen is None else set(matching(records, frozen))
+    wish = None if state_dtype is None else _dtype(state_dtype)
+    records = [
+        record._replace(group=group, frozen=at in sleeping, state_dtype=wish)
+        for at, (record, group) in enumerate(zip(records, groups, strict=True))
+    ]
+    state = new_state(records, rules, excluded)
+    for tie in ties:
+        if isinstance(tie, str) or len(tie) not in (2, 3):
+            raise PathError(f"a tie is (alias, path) or (alias, path, view), not {tie!r}")
+        state = state.tie(tie[0], tie[1], view=tie[2] if len(tie) == 3 else None)
+    return state
+
+
+def trainables(model: Any) -> dict[str, Any]:
+    """The parameters of a model, each once: a flat mapping from canonical path, spelled, to array.
+
+    **Raises** as `setup` does for models that cannot be read.
+
+    Example:
+        >>> import numpy as np, optimisers as op
+        >>> w = np.ones(2)
+        >>> list(op.trainables({"a": w, "b": {"same": w, "other": np.zeros(3)}}))
+        ['a', 'b.other']
+    """
+    return {str(record.path): array for record, array in parameters_of(model)}
+
+
+def _assign(wish: Any, records: list[Parameter]) -> tuple[list[Rule], list[int]]:
+    """The rules, and for each parameter the number of its own."""
+    if isinstance(wish, Rule):
+        return [wish], [0] * len(records)
+    if isinstance(wish, type) and issubclass(wish, Rule):
+        raise HyperparameterError(f"setup takes a rule, not the class {wish.__name__}; call it: {wish.__name__}()")
+    if isinstance(wish, Mapping):
+        chosen = _by_selectors(wish, records)
+    elif callable(wish):
+        chosen = [wish(record) for record in records]
+    else:
+        kind = "The model comes second. " if not isinstance(wish, (str, int, float)) else ""
+        raise HyperparameterError(f"setup takes a rule, a mapping of rules or a function, not {type(wish).__name__}. {kind}")
+    rules: list[Rule] = []
+    for record, each in zip(records, chosen, strict=True):
+        if not isinstance(each, Rule):
+            raise HyperparameterError(f"{record.path}: {each!r} is not a rule")
+        if each not in rules:
+            rules.append(each)
+    numbers = {rule: at for at, rule in enumerate(rules)}
+    return rules or list(_any_rule(wish)), [numbers[each] for each in chosen]
+
+
+def _any_rule(wish: Any) -> Iterable[Rule]:
+    return list(wish.values())[:1] if isinstance(wish, Mapping) else []
+
+
+def _by_selectors(wish: Mapping[Any, Rule], records: list[Parameter]) -> list[Rule]:
+    selectors = {key: as_selector(key) for key in wish}
+    used: set[Any] = set()
+    chosen = []
+    for record in records:
+        claims = []
+        for occurrence in record.occurrences:
+            key = next((key for key, selector in selectors.items() if selector.selects(occurrence)), None)
+            if key is not None:
+                used.add(key)
+                claims.append((key, occurrence.path))
+        if not claims:
+            raise StateError(f'{record.path}: no selector of the rules matches it; add one, such as "**", that catches the rest')
+        for key, path in claims[1:]:
+            if wish[key] != wish[claims[0][0]]:
+                raise StateError(
+                    f"{claims[0][1]} and {path} are one parameter, but {claims[0][0]!r} gives it {wish[claims[0][0]]!r} and "
+                    f"{key!r} gives it {wish[key]!r}; let one selector match both, first in the mapping"
+                )
+        chosen.append(wish[claims[0][0]])
+    for key in wish:
+        if key not in used:
+            matching(records, key)
+            raise StateError(f"the selector {key!r} is never reached: selectors before it match all its parameters; move it up")
+    return chosen
+
+
+def _dtype(wish: Any) -> str:
+    name = wish if isinstance(wish, str) else getattr(wish, "name", None) or getattr(wish, "__name__", None) or str(wish).rpartition(".")[2]
+    if not isinstance(name, str) or not trainable_dtype(name) or name.startswith(("complex", "clong")):
+        raise DtypeError(f"state_dtype={wish!r} is no floating dtype")
+    return name

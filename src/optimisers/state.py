@@ -1,0 +1,616 @@
+"""The state of a model's training: for every parameter its rule, slots, step count and frozen flag, named by path."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from optimisers.backends.base import backend_for, library_of, namespace_of
+from optimisers.errors import HyperparameterError, PathError, ShapeError, StateError, TieError, suggest
+from optimisers.model.layout import Alias, Layout, Parameter, Runs, mask_of, runs_of, slot_dtypes
+from optimisers.model.paths import Path
+from optimisers.model.select import Selectable, as_selector, matching
+from optimisers.model.ties import SAME, View, named_view
+from optimisers.rules.base import Rule
+from optimisers.rules.program import Program, program_of
+
+__all__ = ["Leaf", "State", "new_state"]
+
+Slots = tuple[tuple[Any, ...] | None, ...]
+_LINES = 24
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """What a state holds for one parameter.
+
+    - `path`, `shape`, `dtype`: of the parameter; `rule`: its update rule.
+    - `slots`: its state arrays by name; empty while the parameter is frozen and has never trained.
+    - `step`: how many steps it has taken. `frozen`: whether it moves at all; `frozen_rows`: rows that do not.
+    - `ties`: the paths of its other occurrences, each with how it is seen from there (`"same"`, `"transposed"`, `"reshaped"`).
+    - `masked`: the paths of occurrences whose gradient does not count.
+    """
+
+    path: Path
+    shape: tuple[int, ...]
+    dtype: str
+    rule: Rule
+    slots: Mapping[str, Any]
+    step: Any
+    frozen: bool
+    frozen_rows: Runs
+    ties: Mapping[Path, str]
+    masked: frozenset[Path]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its slots."""
+        return sum(int(np.prod(slot.shape, dtype=np.int64)) * slot.dtype.itemsize for slot in self.slots.values())
+
+
+class State:
+    """The state of a model's training: a persistent value.
+
+    `setup` makes one. Each method returns a new state that shares every array with the old one; nothing is written in
+    place, except by `update_`, which may write into the slots of the state it is given.
+
+    - `state.step`: the number of steps taken, which schedules read. Each parameter has its own count besides, for bias correction.
+    - `state.parameters`: the record of every parameter.
+    - `state.memory`: what rules keep for the whole tree, by member and name.
+    - `state[path]`: the `Leaf` of a parameter, or the state of a branch with its paths made relative.
+    - `len(state)`, `iter(state)`, `path in state`: over canonical paths.
+
+    Where a method takes a selector: a path (which stands for all that is below it), a glob, a type of an enclosing node, a
+    function of the record, a combination from `optimisers.select`, or a list of these.
+
+    Example:
+        >>> import numpy as np, optimisers as op
+        >>> model = {"encoder": {"w": np.ones(3)}, "head": {"w": np.ones(2)}}
+        >>> state = op.setup(op.Adam(1e-3), model).freeze("encoder")
+        >>> state
+        State(step=0, 2 parameters, 1 frozen, Adam(lr=0.001, betas=(0.9, 0.999), eps=1e-08))
+        >>> state["encoder.w"].frozen
+        True
+    """
+
+    __slots__ = ("__weakref__", "addresses", "counters", "layout", "memory", "rules", "slots", "step")
+
+    def __init__(
+        self,
+        layout: Layout,
+        rules: tuple[Rule, ...],
+        counters: tuple[Any, ...],
+        step: Any,
+        slots: Slots,
+        memory: Mapping[str, Mapping[str, Any]],
+        addresses: dict[Any, Any] | None = None,
+    ) -> None:
+        self.layout = layout
+        self.rules = rules
+        self.counters = counters
+        self.step = step
+        self.slots = slots
+        self.memory = memory
+        # What backends keep about these very slot arrays; it goes on to the next state as long as the arrays do.
+        self.addresses = {} if addresses is None else addresses
+
+    # Reading ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        """The record of every parameter, in traversal order."""
+        return self.layout.parameters
+
+    def __len__(self) -> int:
+        return len(self.layout.parameters)
+
+    def __iter__(self) -> Iterator[Path]:
+        return (parameter.path for parameter in self.layout.parameters)
+
+    def __contains__(self, path: object) -> bool:
+        return isinstance(path, (str, tuple)) and Path(path) in self.layout.index
+
+    def __getitem__(self, path: "str | int | tuple[Any, ...]") -> "Leaf | State":
+        key = Path(path)
+        at = self.layout.index.get(key)
+        return self._branch(key) if at is None else self.leaf(at)
+
+    def leaf(self, at: int) -> Leaf:
+        """The leaf of a parameter by its number in `parameters`."""
+        parameter = self.layout.parameters[at]
+        names = (name for name, _ in self.layout.programs[parameter.group].slots)
+        return Leaf(
+            path=parameter.path,
+            shape=parameter.shape,
+            dtype=parameter.dtype,
+            rule=self.rules[parameter.group],
+            slots=MappingProxyType(dict(zip(names, self.slots[at] or (), strict=False))),
+            step=self.counters[parameter.counter],
+            frozen=parameter.frozen,
+            frozen_rows=parameter.frozen_rows,
+            ties=MappingProxyType({alias.path: str(alias.view) for alias in parameter.aliases}),
+            masked=parameter.masked,
+        )
+
+    def leaves(self) -> Iterator[Leaf]:
+        """Every leaf, in traversal order."""
+        return map(self.leaf, range(len(self)))
+
+    def _branch(self, branch: Path) -> "State":
+        """The state of a branch. A tie that crosses its edge is dropped."""
+        parameters, slots = [], []
+        for parameter, own in zip(self.layout.parameters, self.slots, strict=True):
+            inside = [alias for alias in (Alias(parameter.path, SAME, parameter.owners), *parameter.aliases) if alias.path.startswith(branch)]
+            if not inside:
+                continue
+            seen = inside[0].view
+            below = [alias.path.below(branch) for alias in inside]
+            parameters.append(
+                parameter._replace(
+                    path=below[0],
+                    shape=_seen_shape(parameter.shape, seen),
+                    owners=inside[0].owners[len(branch) :],
+                    aliases=tuple(
+                        Alias(path, _from_alias(parameter.shape, seen, alias.view), alias.owners[len(branch) :])
+                        for path, alias in zip(below[1:], inside[1:], strict=True)
+                    ),
+                    masked=frozenset(path.below(branch) for path in parameter.masked if path.startswith(branch)),
+                    frozen_rows=parameter.frozen_rows if seen == SAME else (),
+                )
+            )
+            slots.append(own if own is None or seen == SAME else tuple(np.ascontiguousarray(seen.apply(slot)) for slot in own))
+        if not parameters:
+            raise PathError(f'the state has nothing at "{branch}"{suggest(str(branch), self._places())}')
+        excluded = frozenset(path.below(branch) for path in self.layout.excluded if path.startswith(branch))
+        return self._next(parameters, slots, excluded=excluded)
+
+    def _places(self) -> set[str]:
+        return {str(Path(path[:depth])) for parameter in self.layout.parameters for path in parameter.paths for depth in range(1, len(path) + 1)}
+
+    # Who trains -------------------------------------------------------------------------------------------------------
+
+    def freeze(self, selector: Selectable, *, rows: Any = None) -> "State":
+        """Freeze parameters: they do not move, whatever their gradient, and keep their slots and count.
+
+        Of a tied parameter every occurrence freezes.
+
+        **Arguments:**
+
+        - `selector`: which parameters.
+        - `rows`: a boolean mask, a slice or a list of numbers: only these rows (along axis 0) freeze, beside those that are frozen already.
+
+        **Raises** `PathError` when nothing matches; `ShapeError` for rows that do not fit.
+        """
+        chosen = matching(self.layout.parameters, selector)
+        if rows is None:
+            return self._with(chosen, lambda parameter: parameter._replace(frozen=True))
+        return self._with(chosen, lambda parameter: _with_rows(parameter, rows, frozen=True))
+
+    def thaw(self, selector: Selectable = "**", *, rows: Any = None) -> "State":
+        """Thaw parameters: they train again, with the slots and count they had. One that never trained starts fresh, at zero.
+
+        **Arguments:**
+
+        - `selector`: which parameters; all by default.
+        - `rows`: only these rows of parameters with frozen rows. Without it, all rows thaw.
+
+        **Raises** `PathError` when nothing matches; `ShapeError` for rows that do not fit.
+        """
+        chosen = matching(self.layout.parameters, selector)
+        if rows is None:
+            return self._with(chosen, lambda parameter: parameter._replace(frozen=False, frozen_rows=()))
+        return self._with(chosen, lambda parameter: _with_rows(parameter, rows, frozen=False)._replace(frozen=False))
+
+    def mask(self, selector: Selectable) -> "State":
+        """Let occurrences no longer contribute to the gradient of their parameter, which trains on from its others.
+
+        **Raises** `PathError` when nothing matches.
+        """
+        return self._with_masks(selector, lambda masked, paths: masked | paths)
+
+    def unmask(self, selector: Selectable = "**") -> "State":
+        """Let occurrences contribute again. All of them by default.
+
+        **Raises** `PathError` when nothing matches.
+        """
+        return self._with_masks(selector, lambda masked, paths: masked - paths)
+
+    # Ties -------------------------------------------------------------------------------------------------------------
+
+    def tie(self, alias: "str | tuple[Any, ...]", path: "str | tuple[Any, ...]", *, view: str | None = None) -> "State":
+        """Make two parameters one: from the next step on both places hold the same values and their gradients are added.
+
+        The slots and count of the parameter at `path` stay; those of the other go. The two have to hold the same values at the
+        next step.
+
+        **Arguments:**
+
+        - `alias`: the place that becomes another occurrence.
+        - `path`: a place of the parameter that stays.
+        - `view`: how the alias is seen from there: `None` (the same), `"transpose"` (all axes reversed) or `"reshape"`.
+
+        **Raises** `PathError` for an unknown path, `TieError` for shapes or dtypes that do not fit, or places that are tied already.
+        """
+        goes, stays = self._at(alias), self._at(path)
+        if goes == stays:
+            raise TieError(f"{Path(alias)} and {Path(path)} are one parameter already")
+        loser, winner = self.layout.parameters[goes], self.layout.parameters[stays]
+        if Path(path) != winner.path:
+            raise TieError(f"{Path(path)} is an alias itself; tie {Path(alias)} to {winner.path}")
+        if Path(alias) != loser.path:
+            raise TieError(f"{Path(alias)} is tied to {loser.path}; tie that path instead, or untie {Path(alias)} first")
+        seen = named_view(view, winner.shape, loser.shape)
+        if view not in (None, "transpose", "reshape"):
+            raise TieError(f'view={view!r} is unknown; give None, "transpose" or "reshape"')
+        if seen is None:
+            hint = ' (view="transpose"?)' if view is None and winner.shape[::-1] == loser.shape else ""
+            raise TieError(f"{loser.path} has shape {loser.shape}, which is not {view or 'the same'} as {winner.path}: {winner.shape}{hint}")
+        if loser.dtype != winner.dtype or loser.library != winner.library:
+            raise TieError(f"{loser.path} is {loser.library} {loser.dtype}, but {winner.path} is {winner.library} {winner.dtype}; convert one")
+        if loser.aliases and seen != SAME:
+            raise TieError(f"{loser.path} has ties of its own, so it can only be tied as it is; tie {winner.path} to it instead")
+        added = (Alias(loser.path, seen, loser.owners), *loser.aliases)
+        merged = winner._replace(aliases=tuple(sorted((*winner.aliases, *added), key=_traversal)), masked=winner.masked | loser.masked)
+        parameters = [merged if at == stays else each for at, each in enumerate(self.layout.parameters) if at != goes]
+        slots = [each for at, each in enumerate(self.slots) if at != goes]
+        return self._next(parameters, slots)
+
+    def untie(self, path: "str | tuple[Any, ...]") -> "State":
+        """Make an occurrence a parameter of its own, with a copy of the slots, the count, the rule and the frozen flag.
+
+        The model has to hold an array of its own there; `update` gives it one.
+
+        **Raises** `PathError` for an unknown path, `TieError` where nothing is tied.
+        """
+        at, key = self._at(path), Path(path)
+        parameter, own = self.layout.parameters[at], self.slots[at]
+        if not parameter.aliases:
+            raise TieError(f"{key} is not tied to anything")
+        if key == parameter.path:
+            raise TieError(f"{key} is the canonical path of its parameter; untie {' or '.join(str(alias.path) for alias in parameter.aliases)}")
+        alias = next(each for each in parameter.aliases if each.path == key)
+        rest = tuple(each for each in parameter.aliases if each.path != key)
+        alone = parameter._replace(
+            path=key,
+            shape=_seen_shape(parameter.shape, alias.view),
+            owners=alias.owners,
+            aliases=(),
+            masked=parameter.masked & {key},
+            frozen_rows=parameter.frozen_rows if alias.view == SAME else (),
+        )
+        parameters = list(self.layout.parameters)
+        parameters[at] = parameter._replace(aliases=rest, masked=parameter.masked - {key})
+        copied = own if own is None else tuple(_copied(alias.view.apply(slot)) for slot in own)
+        return self._next([*parameters, alone], [*self.slots, copied])
+
+    # Rules ------------------------------------------------------------------------------------------------------------
+
+    def adjust(self, selector: Selectable = "**", /, **hyperparameters: Any) -> "State":
+        """Change hyperparameters and keep everything else: moments, counts, flags.
+
+        **Arguments:**
+
+        - `selector`: which parameters; all by default.
+        - `**hyperparameters`: new values, numbers or schedules. In a chain, every member that has the name takes it; selected
+          parameters whose rule lacks it are left alone.
+
+        **Raises** `PathError` when nothing matches; `HyperparameterError` for a name that no selected rule has, or a value out of range.
+
+        Example:
+            >>> import numpy as np, optimisers as op
+            >>> state = op.setup(op.AdamW(1e-3), {"w": np.ones((2, 2)), "bias": np.ones(2)})
+            >>> state.adjust("**.bias", weight_decay=0.0)["bias"].rule.weight_decay
+            0.0
+        """
+        chosen = matching(self.layout.parameters, selector)
+        groups = sorted({self.layout.parameters[at].group for at in chosen})
+        known = {name: self.rules[group].hyperparameters for group in groups for name in self.rules[group].hyperparameters}
+        for name in hyperparameters:
+            if name not in known:
+                raise HyperparameterError(f'no selected rule has a hyperparameter "{name}"{suggest(name, known)}')
+        rules = {
+            group: self.rules[group].adjusted(
+                **{name: value for name, value in hyperparameters.items() if name in self.rules[group].hyperparameters}
+            )
+            for group in groups
+        }
+        return self._with_rules(chosen, rules)
+
+    def replace(self, selector: Selectable, rule: Rule | None = None) -> "State":
+        """Give parameters another rule. Slots that both rules have under one name are kept, and with them the count; others start at zero.
+
+        `replace(rule)` replaces the rule of all parameters.
+
+        **Raises** `PathError` when nothing matches; `StateError` when the rule cannot train a parameter.
+        """
+        if rule is None:
+            selector, rule = "**", selector  # type: ignore[assignment]
+        if not isinstance(rule, Rule):
+            raise HyperparameterError(f"{rule!r} is not a rule")
+        chosen = matching(self.layout.parameters, selector)
+        program = program_of(rule)
+        rules, parameters = (*self.rules, rule), list(self.layout.parameters)
+        counters, slots = list(self.counters), list(self.slots)
+        for at in chosen:
+            old = self.leaf(at)
+            check_rule(rule, parameters[at])
+            kept = [old.slots.get(name) for name, _ in program.slots]
+            fresh = not any(slot is not None for slot in kept) and bool(program.slots)
+            parameters[at] = parameters[at]._replace(group=len(self.rules), counter=len(counters) if fresh else parameters[at].counter)
+            if slots[at] is not None or not program.slots:
+                zeros = zeros_for(parameters[at], program)
+                slots[at] = tuple(new if slot is None else slot for slot, new in zip(kept, zeros, strict=True))
+        return self._next(parameters, slots, rules=rules, counters=(*counters, 0))
+
+    # Slots ------------------------------------------------------------------------------------------------------------
+
+    def reset(self, selector: Selectable = "**") -> "State":
+        """Start parameters afresh: slots at zero, count at zero. All of them by default.
+
+        **Raises** `PathError` when nothing matches.
+        """
+        chosen = matching(self.layout.parameters, selector)
+        parameters, slots = list(self.layout.parameters), list(self.slots)
+        for at in chosen:
+            parameters[at] = parameters[at]._replace(counter=len(self.counters))
+            if slots[at] is not None:
+                slots[at] = zeros_for(parameters[at], self.layout.programs[parameters[at].group])
+        return self._next(parameters, slots, counters=(*self.counters, 0))
+
+    def drop(self, selector: Selectable = "**") -> "State":
+        """Free the slots of frozen parameters; when thawed, they start fresh. By default those of all that are frozen.
+
+        **Raises** `PathError` when nothing matches; `StateError` when a selected parameter is live.
+        """
+        chosen = matching(self.layout.parameters, selector)
+        parameters, slots = list(self.layout.parameters), list(self.slots)
+        if selector == "**":
+            chosen = [at for at in chosen if parameters[at].frozen]
+        for at in chosen:
+            if not parameters[at].frozen:
+                raise StateError(f"{parameters[at].path} is live, and a live parameter needs its slots; freeze it first, or reset it")
+            parameters[at] = parameters[at]._replace(counter=len(self.counters))
+            slots[at] = None
+        return self._next(parameters, slots, counters=(*self.counters, 0))
+
+    # Working ----------------------------------------------------------------------------------------------------------
+
+    def _next(
+        self,
+        parameters: Iterable[Parameter],
+        slots: Sequence[Any],
+        *,
+        rules: Sequence[Rule] | None = None,
+        counters: Sequence[Any] | None = None,
+        excluded: frozenset[Path] | None = None,
+    ) -> "State":
+        """A state with other contents, its groups and counters put in order: none that is unused, none that frozen and live parameters share."""
+        rules = self.rules if rules is None else rules
+        counters = self.counters if counters is None else counters
+        groups: dict[int, int] = {}
+        counts: dict[Any, int] = {}
+        used: list[Any] = []
+        tidy = []
+        for parameter in parameters:
+            value = counters[parameter.counter]
+            key = (value if isinstance(value, int) else ("at", parameter.counter), parameter.frozen)
+            if key not in counts:
+                counts[key] = len(used)
+                used.append(value)
+            group = groups.setdefault(parameter.group, len(groups))
+            if group != parameter.group or counts[key] != parameter.counter:
+                parameter = parameter._replace(group=group, counter=counts[key])
+            tidy.append(parameter)
+        kept = tuple(rules[group] for group in groups) or tuple(rules[:1])
+        layout = Layout.of(tidy, map(program_of, kept), self.layout.excluded if excluded is None else excluded)
+        return State(layout, kept, tuple(used), self.step, tuple(slots), _memory(kept, self.memory))
+
+    def _at(self, path: "str | tuple[Any, ...]") -> int:
+        at = self.layout.index.get(Path(path))
+        if at is None:
+            names = {str(each) for parameter in self.layout.parameters for each in parameter.paths}
+            raise PathError(f'no parameter stands at "{Path(path)}"{suggest(str(Path(path)), names)}')
+        return at
+
+    def _with(self, chosen: Iterable[int], change: Callable[[Parameter], Parameter]) -> "State":
+        parameters, slots = list(self.layout.parameters), list(self.slots)
+        for at in chosen:
+            parameters[at] = parameter = change(parameters[at])
+            if slots[at] is None and not parameter.frozen:
+                slots[at] = zeros_for(parameter, self.layout.programs[parameter.group])
+        return self._next(parameters, slots)
+
+    def _with_masks(self, selector: Selectable, combine: Callable[[frozenset[Path], set[Path]], frozenset[Path]]) -> "State":
+        matching(self.layout.parameters, selector)
+        wish = as_selector(selector)
+        parameters = [
+            parameter._replace(
+                masked=frozenset(combine(parameter.masked, {each.path for each in parameter.occurrences if wish.selects(each)}))
+            )
+            for parameter in self.layout.parameters
+        ]
+        return self._next(parameters, self.slots)
+
+    def _with_rules(self, chosen: Sequence[int], rules: Mapping[int, Rule]) -> "State":
+        """Change the rule of the chosen members of some groups; a group that is chosen whole keeps its number."""
+        members: dict[int, int] = {}
+        for parameter in self.layout.parameters:
+            members[parameter.group] = members.get(parameter.group, 0) + 1
+        hit: dict[int, int] = {}
+        for at in chosen:
+            group = self.layout.parameters[at].group
+            hit[group] = hit.get(group, 0) + 1
+        new_rules, moved = list(self.rules), {}
+        for group, rule in rules.items():
+            if hit[group] == members[group]:
+                new_rules[group] = rule
+            elif rule != self.rules[group]:
+                moved[group] = len(new_rules)
+                new_rules.append(rule)
+        parameters = list(self.layout.parameters)
+        for at in chosen:
+            group = parameters[at].group
+            if group in moved:
+                parameters[at] = parameters[at]._replace(group=moved[group])
+        return self._next(parameters, self.slots, rules=new_rules)
+
+    # A value ----------------------------------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        frozen = sum(parameter.frozen for parameter in self.layout.parameters)
+        shown = [f"step={self.step}", f"{len(self)} parameter{'s' * (len(self) != 1)}"]
+        shown += [f"{frozen} frozen"] if frozen else []
+        shown.append(repr(self.rules[0]) if len(self.rules) == 1 else f"{len(self.rules)} rules")
+        return f"State({', '.join(shown)})"
+
+    def __str__(self) -> str:
+        leaves = list(self.leaves())
+        lines = [_line(leaf, len(self.rules) > 1) for leaf in leaves[:_LINES]]
+        widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))] if lines else []
+        body = ["  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+        more = [f"  … and {len(leaves) - _LINES} more"] if len(leaves) > _LINES else []
+        return "\n".join([repr(self), *body, *more])
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, State):
+            return NotImplemented
+        if self is other:
+            return True
+        same = len(self) == len(other) and bool(self.step == other.step) and self.memory == other.memory
+        return same and all(_same_leaf(a, b) for a, b in zip(_by_path(self), _by_path(other), strict=True))
+
+    __hash__ = None  # type: ignore[assignment]  # it holds arrays
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored, (
+            self.layout.parameters,
+            self.layout.excluded,
+            self.rules,
+            self.counters,
+            self.step,
+            self.slots,
+            dict(self.memory),
+        )
+
+
+def new_state(parameters: Sequence[Parameter], rules: Sequence[Rule], excluded: frozenset[Path] = frozenset()) -> State:
+    """The state of parameters that have not trained yet; frozen ones get no slots.
+
+    **Raises** `StateError` when a rule cannot train its parameter.
+    """
+    for parameter in parameters:
+        check_rule(rules[parameter.group], parameter)
+    programs = [program_of(rule) for rule in rules]
+    slots = [None if parameter.frozen else zeros_for(parameter, programs[parameter.group]) for parameter in parameters]
+    layout = Layout.of(parameters, programs, excluded)
+    return State(layout, tuple(rules), (0,), 0, tuple(slots), {})._next(parameters, slots)
+
+
+def check_rule(rule: Rule, parameter: Parameter) -> None:
+    """Check that a rule can train a parameter.
+
+    **Raises** `StateError`, naming the path.
+    """
+    for member in rule.members:
+        reason = member.refuses(parameter.shape, parameter.dtype)
+        if reason is not None:
+            raise StateError(f"{parameter.path}: {type(member).__name__} cannot train it: {reason}")
+
+
+def zeros_for(parameter: Parameter, program: Program) -> tuple[Any, ...]:
+    """Fresh slots."""
+    dtypes = slot_dtypes(parameter, program)
+    backend = backend_for(parameter.library, program, (parameter.dtype, *dtypes))
+    shapes = [slot.shape(parameter.shape) if slot.shape else parameter.shape for _, slot in program.slots]
+    return tuple(
+        backend.zeros(shape, dtype, parameter.library, parameter.device) for shape, dtype in zip(shapes, dtypes, strict=True)
+    )
+
+
+def _restored(parameters: Any, excluded: Any, rules: Any, counters: Any, step: Any, slots: Any, memory: Any) -> State:
+    layout = Layout.of(parameters, map(program_of, rules), excluded)
+    return State(layout, rules, counters, step, slots, memory)
+
+
+def _memory(rules: Sequence[Rule], old: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The memory of the rules: one for all groups, since what it decides is decided for the whole tree."""
+    memory: dict[str, dict[str, Any]] = {}
+    owners: dict[str, Rule] = {}
+    for rule in rules:
+        for member, form in zip(rule.members, program_of(rule).members, strict=True):
+            if not form.memory:
+                continue
+            first = owners.setdefault(form.name, member)
+            if first != member:
+                raise StateError(f"{first!r} and {member!r} decide for the whole tree, so they have to be equal for all parameters")
+            memory[form.name] = dict(old.get(form.name) or form.memory)
+    return memory
+
+
+def _with_rows(parameter: Parameter, rows: Any, *, frozen: bool) -> Parameter:
+    if not parameter.shape:
+        raise ShapeError(f"{parameter.path} has no rows: it has no axes")
+    size = parameter.shape[0]
+    chosen = np.zeros(size, bool)
+    try:
+        mask = np.asarray(rows) if not isinstance(rows, slice) else rows
+        if isinstance(mask, np.ndarray) and mask.dtype == bool and mask.shape != (size,):
+            raise IndexError(f"the mask has shape {mask.shape}")
+        if isinstance(mask, np.ndarray) and mask.dtype != bool:
+            mask = mask.astype(np.int64, casting="safe")
+        chosen[mask] = True
+    except (IndexError, TypeError, ValueError) as error:
+        raise ShapeError(f"{parameter.path} has {size} rows, and rows={rows!r} does not fit them: {error}") from None
+    before = mask_of(parameter.frozen_rows, size)
+    return parameter._replace(frozen_rows=runs_of(before | chosen if frozen else before & ~chosen))
+
+
+def _seen_shape(shape: tuple[int, ...], view: View) -> tuple[int, ...]:
+    return view.apply(np.empty(shape, np.bool_)).shape if view != SAME else shape
+
+
+def _from_alias(shape: tuple[int, ...], new: View, other: View) -> View:
+    """How one alias is seen from another that has become the canonical occurrence."""
+    if new == other:
+        return SAME
+    if new == SAME:
+        return other
+    back = np.empty(shape, np.bool_)
+    seen, wanted = new.apply(back), other.apply(back)
+    return named_view("transpose", seen.shape, wanted.shape) or View(shape=wanted.shape)
+
+
+def _traversal(alias: Alias) -> tuple[str, ...]:
+    return tuple(f"{key:>12}" if isinstance(key, int) else str(key) for key in alias.path)
+
+
+def _copied(array: Any) -> Any:
+    return np.array(array, order="C") if isinstance(array, np.ndarray) else namespace_of(array).asarray(array, copy=True)
+
+
+def _line(leaf: Leaf, many: bool) -> tuple[str, ...]:
+    notes = ["frozen"] if leaf.frozen else []
+    notes += [f"rows frozen: {sum(stop - start for start, stop in leaf.frozen_rows)}"] if leaf.frozen_rows else []
+    notes += [f"tied to {', '.join(map(str, leaf.ties))}"] if leaf.ties else []
+    notes += [f"masked at {', '.join(map(str, sorted(leaf.masked, key=str)))}"] if leaf.masked else []
+    rule = (repr(leaf.rule),) if many else ()
+    return str(leaf.path) or "(the model)", f"{leaf.dtype}{list(leaf.shape)}", *rule, f"step {leaf.step}", "; ".join(notes)
+
+
+def _by_path(state: State) -> list[Leaf]:
+    return sorted(state.leaves(), key=lambda leaf: str(leaf.path))
+
+
+def _same_leaf(a: Leaf, b: Leaf) -> bool:
+    facts = [(x.path, x.shape, x.dtype, x.rule, x.frozen, x.frozen_rows, dict(x.ties), x.masked, tuple(x.slots)) for x in (a, b)]
+    return facts[0] == facts[1] and bool(a.step == b.step) and all(_same_array(a.slots[name], b.slots[name]) for name in a.slots)
+
+
+def _same_array(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    if library_of(a) != library_of(b) or a.dtype != b.dtype or tuple(a.shape) != tuple(b.shape):
+        return False
+    return bool((a == b).all()) if isinstance(a, np.ndarray) else bool(namespace_of(a).all(a == b))

@@ -1,0 +1,302 @@
+"""The way of a step: open the model, gather gradients, run each batch in its backend, put the arrays back."""
+
+from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from optimisers.backends.array_api import namespace
+from optimisers.backends.base import Batch, backend_for, reference_only_is_set
+from optimisers.gradients import gather
+from optimisers.model.layout import Layout, slot_dtypes
+from optimisers.model.reading import Opened, open_with, picker
+from optimisers.model.ties import same_memory
+from optimisers.rules.base import Rule, stack
+from optimisers.rules.program import Member
+from optimisers.state import State
+
+__all__ = ["update", "update_"]
+
+_PLANS = 16
+_XP = namespace(np)
+
+
+def update(state: State, model: Any, grads: Any = None) -> tuple[State, Any]:
+    """Take one step. Neither argument changes.
+
+    **Arguments:**
+
+    - `state`: from `setup`.
+    - `model`: the model it was made for.
+    - `grads`: a tree like the model, in which `None` may stand for any leaf or branch; or a mapping from paths to arrays. A
+      missing gradient means no step for that parameter: its moments and its count stay. Zero is a gradient like any other. For a
+      tied parameter, the gradients of its occurrences are added.
+
+    **Returns** the new state and the new model. What did not move is shared with the old ones.
+
+    **Raises** `ModelError` for a model that is not the state's, `GradientError`, `ShapeError` or `DtypeError` for gradients that do not
+    fit, `TieError` when tied places hold different values; each names the path, and nothing has changed.
+
+    Example:
+        >>> import numpy as np, optimisers as op
+        >>> model = {"w": np.array([1.0, 2.0])}
+        >>> state = op.setup(op.Descent(0.1), model)
+        >>> state, model = op.update(state, model, {"w": np.array([1.0, 10.0])})
+        >>> model["w"], state.step
+        (array([0.9, 1. ]), 1)
+    """
+    return _step(state, model, grads, in_place=False)
+
+
+def update_(state: State, model: Any, grads: Any = None) -> tuple[State, Any]:
+    """Take one step, writing into the arrays of the state and the model where they can be written. Use what it returns.
+
+    Arguments, results and errors are those of `update`; the numbers are the same, bit for bit. An array that cannot be written
+    (read-only, or immutable by nature) is replaced in the model that is returned.
+
+    Example:
+        >>> import numpy as np, optimisers as op
+        >>> model = {"w": np.array([1.0, 2.0])}
+        >>> state = op.setup(op.Descent(0.1), model)
+        >>> state, same = op.update_(state, model, {"w": np.array([1.0, 10.0])})
+        >>> same is model, model["w"]
+        (True, array([0.9, 1. ]))
+    """
+    return _step(state, model, grads, in_place=True)
+
+
+def _step(state: State, model: Any, grads: Any, *, in_place: bool) -> tuple[State, Any]:
+    view = open_with(state.layout, model)
+    gradients = gather(grads, state.layout, view)
+    plan = _plan(state.layout, gradients)
+    if view.aliases:
+        view.check_ties()
+    arrays = view.arrays
+    jobs = [_Job(part, state, arrays, gradients, in_place) for part in plan.parts]
+    for job in jobs:
+        job.part.backend.prepare(job.batch)
+    memory = _decide(jobs, state)
+    changed: dict[int, Any] = {}
+    slots = state.slots
+    for job in jobs:
+        params, new_slots = job.part.backend.run(job.batch, job.length, step=job.open)
+        if params is not job.batch.params:
+            changed |= {at: new for at, old, new in zip(job.part.members, job.batch.params, params, strict=True) if new is not old}
+        if new_slots is not job.batch.slots:
+            slots = _replaced(slots, job.part.members, new_slots)
+    layout, counters = _counted(state, plan, [job.open for job in jobs])
+    step = state.step + 1 if any(job.open for job in jobs) else state.step
+    addresses = state.addresses if slots is state.slots else None
+    new_state = State(layout, state.rules, counters, step, slots, memory, addresses)
+    # An alias of its own is put back into line even where the parameter was written in place.
+    if in_place and view.aliases:
+        changed |= {
+            at: arrays[at]
+            for at, place, view_ in view.aliases
+            if at not in changed and gradients[at] is not None and not same_memory(arrays[at], view.leaves[place], view_)
+        }
+    return new_state, view.put(changed) if changed else model
+
+
+def _replaced(slots: tuple[Any, ...], members: Sequence[int], new: Sequence[Any]) -> tuple[Any, ...]:
+    changed = list(slots)
+    for at, each in zip(members, new, strict=True):
+        changed[at] = each
+    return tuple(changed)
+
+
+# The plan: all that depends on the layout and on which gradients are there, worked out once ------------------------------------------
+
+
+class _Part:
+    """Parameters that run together: same backend, program, dtypes and device."""
+
+    def __init__(self, layout: Layout, members: list[int]) -> None:
+        records = [layout.parameters[at] for at in members]
+        first = records[0]
+        self.members = members
+        self.pick = picker(tuple(members))
+        self.program = layout.programs[first.group]
+        self.dtype, self.library = first.dtype, first.library
+        self.slot_dtypes = slot_dtypes(first, self.program)
+        self.backend = backend_for(first.library, self.program, (first.dtype, *self.slot_dtypes))
+        self.paths = [record.path for record in records]
+        self.shapes = [record.shape for record in records]
+        self.live_rows = [record.live_rows for record in records]
+        self.kept: dict[Any, Any] = {}
+        # A norm of one parameter is a scalar of its own; otherwise parameters with the same rule and count share a row.
+        own = any(member.measure is not None and member.scope == "leaf" for member in self.program.members)
+        keys = [(record.group, record.counter, at if own else None) for at, record in zip(members, records, strict=True)]
+        rows = {key: row for row, key in enumerate(dict.fromkeys(keys))}
+        self.rows = [(group, counter) for group, counter, _ in rows]
+        self.row: Sequence[int] = range(len(keys)) if len(rows) == len(keys) else [rows[key] for key in keys]
+        self.stacked: tuple[Any, Any] = (None, None)
+
+    def rules(self, state: State) -> list[Rule]:
+        """For each member of the program one rule that stands for all rows, its schedules evaluated."""
+        kept, stacked = self.stacked
+        if kept is state.rules:
+            return stacked
+        rules = [state.rules[group].members for group, _ in self.rows]
+        columns = [list(column) for column in zip(*rules, strict=True)]
+        now = [[rule.at(state.step) for rule in column] for column in columns]
+        stacked = [stack(column) for column in now]
+        if all(new is old for a, b in zip(now, columns, strict=True) for new, old in zip(a, b, strict=True)):
+            self.stacked = (state.rules, stacked)
+        return stacked
+
+
+class _Plan:
+    def __init__(self, layout: Layout, present: Sequence[bool]) -> None:
+        batches: dict[Any, list[int]] = {}
+        for at, record in enumerate(layout.parameters):
+            if present[at]:
+                program = layout.programs[record.group]
+                key = (record.library, record.device, program, record.dtype, slot_dtypes(record, program))
+                batches.setdefault(key, []).append(at)
+        self.parts = [_Part(layout, members) for members in batches.values()]
+        self.next: dict[Any, tuple[Layout, list[tuple[int, int]]]] = {}
+
+
+def _plan(layout: Layout, gradients: Sequence[Any]) -> _Plan:
+    present = bytes([grad is not None for grad in gradients])
+    key = (present, reference_only_is_set())
+    plans: dict[Any, _Plan] = layout.cache.setdefault("plans", {})
+    plan = plans.get(key)
+    if plan is None:
+        if len(plans) >= _PLANS:
+            plans.clear()
+        plan = plans[key] = _Plan(layout, present)
+    return plan
+
+
+def _counted(state: State, plan: _Plan, opened: Sequence[bool]) -> tuple[Layout, tuple[Any, ...]]:
+    """The counters after the step. Parameters that stepped and parameters that did not no longer share one."""
+    key = tuple(opened)
+    if key not in plan.next:
+        stepped = {at for part, open_ in zip(plan.parts, opened, strict=True) if open_ for at in part.members}
+        plan.next[key] = _split(state.layout, stepped)
+    layout, sources = plan.next[key]
+    return layout, tuple([state.counters[source] + more for source, more in sources])
+
+
+def _split(layout: Layout, stepped: set[int]) -> tuple[Layout, list[tuple[int, int]]]:
+    """The layout whose counters tell apart who stepped; and for each new counter the old one, and what is added to it."""
+    # A counter that all or none of its parameters share keeps its number, and so the layout.
+    outcomes = list(dict.fromkeys((record.counter, int(at in stepped)) for at, record in enumerate(layout.parameters)))
+    if len(outcomes) == len({counter for counter, _ in outcomes}):
+        return layout, sorted(outcomes)
+    order = sorted(outcomes)
+    number = {outcome: at for at, outcome in enumerate(order)}
+    records = [record._replace(counter=number[record.counter, int(at in stepped)]) for at, record in enumerate(layout.parameters)]
+    return Layout.of(records, layout.programs, layout.excluded), order
+
+
+# The step -------------------------------------------------------------------------------------------------------------
+
+
+class _Job:
+    """One part of a plan with the arrays of this step."""
+
+    def __init__(self, part: _Part, state: State, arrays: Sequence[Any], gradients: Sequence[Any], in_place: bool) -> None:
+        self.part = part
+        self.open = True
+        self.length = len(part.program.members)
+        self.batch = Batch(
+            program=part.program,
+            paths=part.paths,
+            shapes=part.shapes,
+            dtype=part.dtype,
+            slot_dtypes=part.slot_dtypes,
+            library=part.library,
+            params=list(part.pick(arrays)),
+            grads=list(part.pick(gradients)),
+            slots=list(part.pick(state.slots)),
+            live_rows=part.live_rows,
+            in_place=in_place,
+            plan=part.kept,
+            addresses=state.addresses,
+            scalars=self._scalars(part, state),
+            row=part.row,
+        )
+        pending = [at for at, member in enumerate(part.program.members) if member.measure is not None or member.gate or member.memory]
+        self.pending = pending
+
+    def _scalars(self, part: _Part, state: State) -> list[dict[str, Sequence[Any]]]:
+        counters = [counter for _, counter in part.rows]
+        many = len(part.rows) > 1
+        step = np.array([state.counters[counter] for counter in counters]) + 1 if many else state.counters[counters[0]] + 1
+        scalars = []
+        for member, rule in zip(part.program.members, part.rules(state), strict=True):
+            values = rule.scalars(step, **state.memory.get(member.name, {}))
+            scalars.append(_columns(values, len(counters)))
+        return scalars
+
+    @property
+    def front(self) -> Member | None:
+        """The next member of the chain that waits for a decision."""
+        return self.part.program.members[self.pending[0]] if self.pending else None
+
+    def measured(self, sums: Iterable[Any]) -> None:
+        """Add the scalars that the front member derives from its sums."""
+        at = self.pending[0]
+        member = self.part.program.members[at]
+        assert member.measured is not None
+        columns = self.batch.scalars[at]
+        h = SimpleNamespace(**{name: np.array(values) for name, values in columns.items()})
+        with np.errstate(all="ignore"):
+            values = member.measured(_XP, h, *sums)
+        columns |= _columns(values, len(self.part.rows))
+
+    def sums(self) -> Sequence[Any]:
+        """The front member's sums, one value a parameter."""
+        return self.part.backend.sums(self.batch, self.pending[0])
+
+
+def _columns(values: dict[str, Any], rows: int) -> dict[str, Sequence[Any]]:
+    """Every scalar as a column with one value a row."""
+    if rows == 1:
+        return {name: [value.item() if isinstance(value, (np.ndarray, np.generic)) else value] for name, value in values.items()}
+    return {name: np.broadcast_to(np.asarray(value), (rows,)).tolist() for name, value in values.items()}
+
+
+def _decide(jobs: list[_Job], state: State) -> Any:
+    """Work out, in the order of the chains, all that depends on whole arrays; close the gates. Returns the new memory."""
+    memory = state.memory
+    while True:
+        for job in jobs:
+            while job.front is not None and job.front.scope == "leaf":
+                job.measured(job.sums())
+                job.pending.pop(0)
+        waiting = [job for job in jobs if job.front is not None]
+        if not waiting:
+            return memory
+        member = _next_for_all(waiting)
+        here = [job for job in waiting if job.front is member or (job.front and job.front.name == member.name)]
+        if member.measure is not None:
+            totals = [sum(float(np.sum(part)) for part in parts) for parts in zip(*(job.sums() for job in here), strict=True)]
+            for job in here:
+                job.measured(totals)
+        h = SimpleNamespace(**{name: values[0] for name, values in here[0].batch.scalars[here[0].pending[0]].items()})
+        if member.remember is not None:
+            memory = {**memory, member.name: {k: _number(v) for k, v in member.remember(h, **memory[member.name]).items()}}
+        for job in here:
+            at = job.pending.pop(0)
+            if member.gate and not h.open:
+                job.open, job.length, job.pending = False, at + 1, []
+
+
+def _next_for_all(waiting: list[_Job]) -> Member:
+    """A member that no chain has yet to reach: what is decided for the whole tree needs all of them."""
+    for job in waiting:
+        front = job.front
+        assert front is not None
+        later = {other.part.program.members[at].name for other in waiting for at in other.pending[1:]}
+        if front.name not in later:
+            return front
+    return waiting[0].front  # type: ignore[return-value]
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, (np.ndarray, np.generic)) else value
