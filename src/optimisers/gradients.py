@@ -11,9 +11,9 @@ from optimisers.backends.base import check_gradient, compute_dtype, dtype_name, 
 from optimisers.errors import GradientError, ShapeError, suggest
 from optimisers.model.layout import Layout, Parameter
 from optimisers.model.paths import Path
-from optimisers.model.reading import Opened, open_with, parameters_of, picker
+from optimisers.model.reading import Opened, open_with, parameters_of
 from optimisers.model.ties import SAME, View
-from optimisers.model.trees import flatten, opened, unflatten
+from optimisers.model.trees import opened
 from optimisers.setup import trainables
 from optimisers.state import State
 
@@ -33,9 +33,9 @@ def gather(grads: Any, layout: Layout, model: Opened | None = None) -> list[Any]
     if grads is None:
         raise GradientError("update needs gradients: a tree like the model, or a mapping from paths to arrays")
     parameters = layout.parameters
-    leaves = None if model is None else _leaves_like(grads, model)
+    leaves = None if model is None else model.structure.leaves_of(grads)
     if model is not None and leaves is not None:
-        gathered = list(picker(model.canonical)(leaves))
+        gathered = list(model.pick(leaves))
         aliases = [(at, model.structure.paths[place], view, leaves[place]) for at, place, view in model.aliases]
     else:
         by_path = _by_path(grads, set(layout.index) if model is None else set(model.structure.paths))
@@ -60,18 +60,12 @@ def _silent(layout: Layout) -> list[int]:
     return layout.cache["silent"]
 
 
-def _leaves_like(grads: Any, model: Opened) -> list[Any] | None:
-    """The leaves of gradients whose structure is exactly the model's."""
-    leaves, spec = flatten(grads)
-    return leaves if spec == model.spec else None
-
-
 def _by_path(grads: Any, places: set[Path]) -> dict[Path, Any]:
     """Gradients by path, from a tree that lacks branches or from a mapping of paths."""
     if isinstance(grads, Mapping) and not _is_tree(grads, places):
         given = [(Path(path), grad) for path, grad in grads.items()]
     else:
-        leaves, _, structure = opened(grads)
+        leaves, structure = opened(grads)
         given = list(zip(structure.paths, leaves, strict=True))
     found: dict[Path, Any] = {}
     branches: set[Path] | None = None
@@ -212,7 +206,7 @@ def partition(state: State, model: Any) -> tuple[dict[str, Any], Callable[[Mappi
         for at, place, how in view.aliases:
             if at in changed and view.structure.paths[place] not in parameters[at].masked:
                 leaves[place] = how.apply(changed[at])
-        return unflatten(view.spec, leaves)
+        return view.rebuild(leaves)
 
     return params, rebuild
 
@@ -233,7 +227,7 @@ def destructure(model: Any) -> tuple[Any, Callable[[Any], Any]]:
         (array([1., 2., 3.]), (array([10., 20.]), array([10., 20.]), array([30.])))
     """
     found = parameters_of(model)
-    leaves, spec, structure = opened(model)
+    leaves, structure = opened(model)
     place = {path: at for at, path in enumerate(structure.paths)}
     arrays = list(trainables(model).values())
     flat = _joined(arrays)
@@ -249,7 +243,7 @@ def destructure(model: Any) -> tuple[Any, Callable[[Any], Any]]:
             new[place[record.path]] = part
             for alias in record.aliases:
                 new[place[alias.path]] = alias.view.apply(part)
-        return unflatten(spec, new)
+        return structure.rebuild(model, new)
 
     return flat, rebuild
 

@@ -1,16 +1,15 @@
 """Reading a model: which parameters it has, and where the parameters of a state stand in it."""
 
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
-
-import optree
 
 from optimisers.backends.base import dtype_name, library_of, trainable_dtype
 from optimisers.errors import ModelError, TieError, suggest
 from optimisers.model.layout import Alias, Layout, Parameter
 from optimisers.model.paths import Path
 from optimisers.model.ties import SAME, View, find_ties, same_memory
-from optimisers.model.trees import Structure, opened, unflatten
+from optimisers.model.trees import Structure, opened
 
 __all__ = ["Opened", "open_with", "parameters_of"]
 
@@ -22,7 +21,7 @@ def parameters_of(model: Any) -> list[tuple[Parameter, Any]]:
 
     **Raises** `ModelError` for a model that refers to itself, `TieError` for arrays that overlap in part.
     """
-    leaves, _, structure = opened(model)
+    leaves, structure = opened(model)
     places = [at for at, leaf in enumerate(leaves) if _trains(leaf) and structure.occurrences[at].trains]
     found = []
     for group in find_ties([structure.paths[at] for at in places], [leaves[at] for at in places]):
@@ -54,25 +53,30 @@ class _Places(NamedTuple):
 
     structure: Structure
     canonical: tuple[int, ...]
+    pick: Callable[[Sequence[Any]], tuple[Any, ...]]
+    """From all leaves, those at the canonical paths."""
     aliases: tuple[tuple[int, int, View], ...]
     """For each alias: the number of the parameter, the place, the view."""
+    others: tuple[tuple[int, type], ...]
+    """The places of leaves that are no parameters, and their types."""
 
 
 class Opened:
     """A model opened with a layout at hand."""
 
-    def __init__(self, layout: Layout, leaves: list[Any], spec: optree.PyTreeSpec, places: _Places) -> None:
+    def __init__(self, layout: Layout, model: Any, leaves: list[Any], places: _Places) -> None:
         self.layout = layout
         self.leaves = leaves
-        self.spec = spec
         self.structure = places.structure
         self.canonical = places.canonical
         self.aliases = places.aliases
+        self.pick = places.pick
+        self._model = model
 
     @property
     def arrays(self) -> tuple[Any, ...]:
         """The array at the canonical path of each parameter."""
-        return picker(self.canonical)(self.leaves)
+        return self.pick(self.leaves)
 
     def check_ties(self) -> None:
         """Check that all occurrences of each live parameter still hold the same values.
@@ -98,7 +102,11 @@ class Opened:
         for at, place, view in self.aliases:
             if at in changed:
                 leaves[place] = view.apply(changed[at])
-        return unflatten(self.spec, leaves)
+        return self.rebuild(leaves)
+
+    def rebuild(self, leaves: list[Any]) -> Any:
+        """The model with other leaves."""
+        return self.structure.rebuild(self._model, leaves)
 
 
 def open_with(layout: Layout, model: Any) -> Opened:
@@ -106,14 +114,16 @@ def open_with(layout: Layout, model: Any) -> Opened:
 
     **Raises** `ModelError` when the model lacks one of them, or has parameters that the layout does not know.
     """
-    leaves, spec, structure = opened(model)
-    known: dict[Structure, _Places] = layout.cache.setdefault("places", {})
-    places = known.get(structure)
-    if places is None:
-        if len(known) >= _STRUCTURES:
-            known.clear()
-        places = known[structure] = _find(layout, structure, leaves)
-    return Opened(layout, leaves, spec, places)
+    known: list[_Places] = layout.cache.setdefault("places", [])
+    for places in known:
+        leaves = places.structure.leaves_of(model)
+        if leaves is not None and all(type(leaves[at]) is kind for at, kind in places.others):
+            return Opened(layout, model, leaves, places)
+    leaves, structure = opened(model)
+    places = _find(layout, structure, leaves)
+    del known[_STRUCTURES - 1 :]
+    known.insert(0, places)
+    return Opened(layout, model, leaves, places)
 
 
 def _find(layout: Layout, structure: Structure, leaves: list[Any]) -> _Places:
@@ -130,11 +140,11 @@ def _find(layout: Layout, structure: Structure, leaves: list[Any]) -> _Places:
                 f"the model has a parameter at {_shown(path)} that the state does not know; make a state for the changed model, "
                 "or leave it out with setup(trainable=…)"
             )
-    return _Places(
-        structure,
-        tuple(at[parameter.path] for parameter in layout.parameters),
-        tuple((k, at[alias.path], alias.view) for k, parameter in enumerate(layout.parameters) for alias in parameter.aliases),
-    )
+    canonical = tuple(at[parameter.path] for parameter in layout.parameters)
+    aliases = tuple((k, at[alias.path], alias.view) for k, parameter in enumerate(layout.parameters) for alias in parameter.aliases)
+    taken = {*canonical, *(place for _, place, _ in aliases)}
+    others = tuple((place, type(leaf)) for place, leaf in enumerate(leaves) if place not in taken)
+    return _Places(structure, canonical, picker(canonical), aliases, others)
 
 
 def _shown(path: Path) -> str:

