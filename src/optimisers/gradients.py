@@ -28,7 +28,8 @@ def gather(grads: Any, layout: Layout, model: Opened | None = None) -> list[Any]
 
     Without a model, gradients are told apart by path alone.
 
-    **Raises** `GradientError` for gradients that do not belong to the model, `ShapeError` and `DtypeError` for those that do not fit.
+    **Raises** `GradientError` for gradients that do not belong to the model, `ShapeError` and `DtypeError` for those
+    that do not fit.
     """
     if grads is None:
         raise GradientError("update needs gradients: a tree like the model, or a mapping from paths to arrays")
@@ -40,7 +41,9 @@ def gather(grads: Any, layout: Layout, model: Opened | None = None) -> list[Any]
     else:
         by_path = _by_path(grads, set(layout.index) if model is None else set(model.structure.paths))
         gathered = [by_path.get(parameter.path) for parameter in parameters]
-        aliases = [(at, each.path, each.view, by_path.get(each.path)) for at, record in enumerate(parameters) for each in record.aliases]
+        aliases = [
+            (at, each.path, each.view, by_path.get(each.path)) for at, record in enumerate(parameters) for each in record.aliases
+        ]
     tied: dict[int, list[tuple[Path, View, Any]]] = {}
     for at, path, view, grad in aliases:
         tied.setdefault(at, [(parameters[at].path, SAME, gathered[at])]).append((path, view, grad))
@@ -78,8 +81,12 @@ def _by_path(grads: Any, places: set[Path]) -> dict[Path, Any]:
         if grad is None and path in branches:
             continue
         if path in branches:
-            raise GradientError(f"the gradients have {_kind(grad)} at {_shown(path)}, where the model has a branch; pass a tree like it, or None")
-        raise GradientError(f"the gradients have something at {_shown(path)}, the model has nothing there{suggest(str(path), map(str, places))}")
+            raise GradientError(
+                f"the gradients have {_kind(grad)} at {_shown(path)}, where the model has a branch; pass a tree like it, or None"
+            )
+        raise GradientError(
+            f"the gradients have something at {_shown(path)}, the model has nothing there{suggest(str(path), map(str, places))}"
+        )
     return found
 
 

@@ -144,4 +144,8 @@ def _cos(x: Any) -> Any:
 
 
 def _where(condition: Any, x: Any, y: Any) -> Any:
-    return (x if condition else y) if isinstance(condition, bool) else array_api_compat.array_namespace(condition).where(condition, x, y)
+    return (
+        (x if condition else y)
+        if isinstance(condition, bool)
+        else array_api_compat.array_namespace(condition).where(condition, x, y)
+    )

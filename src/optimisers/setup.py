@@ -40,8 +40,9 @@ def setup(
 
     **Returns** a `State`. Warns when the model has no trainable parameter.
 
-    **Raises** `PathError` for a selector that matches nothing, `StateError` for a parameter that no selector matches or that two rules
-    claim through two of its paths, `TieError` for arrays that overlap in part, `ModelError` for a model that refers to itself.
+    **Raises** `PathError` for a selector that matches nothing, `StateError` for a parameter that no selector matches or that two
+    rules claim through two of its paths, `TieError` for arrays that overlap in part, `ModelError` for a model that refers to
+    itself.
 
     Example:
         >>> import numpy as np, optimisers as op
@@ -95,9 +96,9 @@ def _assign(wish: Any, records: list[Parameter]) -> tuple[list[Rule], list[int]]
     if isinstance(wish, type) and issubclass(wish, Rule):
         raise HyperparameterError(f"setup takes a rule, not the class {wish.__name__}; call it: {wish.__name__}()")
     if isinstance(wish, Mapping):
-        chosen = _by_selectors(wish, records)
+        chosen: list[Any] = list(_by_selectors(wish, records))
     elif callable(wish):
-        chosen = [wish(record) for record in records]
+        chosen: list[Any] = [wish(record) for record in records]
     else:
         kind = "The model comes second. " if not isinstance(wish, (str, int, float)) else ""
         raise HyperparameterError(f"setup takes a rule, a mapping of rules or a function, not {type(wish).__name__}. {kind}")
@@ -143,7 +144,11 @@ def _by_selectors(wish: Mapping[Any, Rule], records: list[Parameter]) -> list[Ru
 
 
 def _dtype(wish: Any) -> str:
-    name = wish if isinstance(wish, str) else getattr(wish, "name", None) or getattr(wish, "__name__", None) or str(wish).rpartition(".")[2]
+    name = (
+        wish
+        if isinstance(wish, str)
+        else getattr(wish, "name", None) or getattr(wish, "__name__", None) or str(wish).rpartition(".")[2]
+    )
     if not isinstance(name, str) or not trainable_dtype(name) or name.startswith(("complex", "clong")):
         raise DtypeError(f"state_dtype={wish!r} is no floating dtype")
     return name

@@ -142,7 +142,11 @@ class State:
         """The state of a branch. A tie that crosses its edge is dropped."""
         parameters, slots = [], []
         for parameter, own in zip(self.layout.parameters, self.slots, strict=True):
-            inside = [alias for alias in (Alias(parameter.path, SAME, parameter.owners), *parameter.aliases) if alias.path.startswith(branch)]
+            inside = [
+                alias
+                for alias in (Alias(parameter.path, SAME, parameter.owners), *parameter.aliases)
+                if alias.path.startswith(branch)
+            ]
             if not inside:
                 continue
             seen = inside[0].view
@@ -167,7 +171,12 @@ class State:
         return self._next(parameters, slots, excluded=excluded)
 
     def _places(self) -> set[str]:
-        return {str(Path(path[:depth])) for parameter in self.layout.parameters for path in parameter.paths for depth in range(1, len(path) + 1)}
+        return {
+            str(Path(path[:depth]))
+            for parameter in self.layout.parameters
+            for path in parameter.paths
+            for depth in range(1, len(path) + 1)
+        }
 
     # Who trains -------------------------------------------------------------------------------------------------------
 
@@ -179,7 +188,8 @@ class State:
         **Arguments:**
 
         - `selector`: which parameters.
-        - `rows`: a boolean mask, a slice or a list of numbers: only these rows (along axis 0) freeze, beside those that are frozen already.
+        - `rows`: a boolean mask, a slice or a list of numbers: only these rows (along axis 0) freeze, beside those
+          that are frozen already.
 
         **Raises** `PathError` when nothing matches; `ShapeError` for rows that do not fit.
         """
@@ -231,7 +241,8 @@ class State:
         - `path`: a place of the parameter that stays.
         - `view`: how the alias is seen from there: `None` (the same), `"transpose"` (all axes reversed) or `"reshape"`.
 
-        **Raises** `PathError` for an unknown path, `TieError` for shapes or dtypes that do not fit, or places that are tied already.
+        **Raises** `PathError` for an unknown path, `TieError` for shapes or dtypes that do not fit, or places that are
+        tied already.
         """
         goes, stays = self._at(alias), self._at(path)
         if goes == stays:
@@ -246,13 +257,19 @@ class State:
             raise TieError(f'view={view!r} is unknown; give None, "transpose" or "reshape"')
         if seen is None:
             hint = ' (view="transpose"?)' if view is None and winner.shape[::-1] == loser.shape else ""
-            raise TieError(f"{loser.path} has shape {loser.shape}, which is not {view or 'the same'} as {winner.path}: {winner.shape}{hint}")
+            raise TieError(
+                f"{loser.path} has shape {loser.shape}, which is not {view or 'the same'} as {winner.path}: {winner.shape}{hint}"
+            )
         if loser.dtype != winner.dtype or loser.library != winner.library:
-            raise TieError(f"{loser.path} is {loser.library} {loser.dtype}, but {winner.path} is {winner.library} {winner.dtype}; convert one")
+            raise TieError(
+                f"{loser.path} is {loser.library} {loser.dtype}, but {winner.path} is {winner.library} {winner.dtype}; convert one"
+            )
         if loser.aliases and seen != SAME:
             raise TieError(f"{loser.path} has ties of its own, so it can only be tied as it is; tie {winner.path} to it instead")
         added = (Alias(loser.path, seen, loser.owners), *loser.aliases)
-        merged = winner._replace(aliases=tuple(sorted((*winner.aliases, *added), key=_traversal)), masked=winner.masked | loser.masked)
+        merged = winner._replace(
+            aliases=tuple(sorted((*winner.aliases, *added), key=_traversal)), masked=winner.masked | loser.masked
+        )
         parameters = [merged if at == stays else each for at, each in enumerate(self.layout.parameters) if at != goes]
         slots = [each for at, each in enumerate(self.slots) if at != goes]
         return self._next(parameters, slots)
@@ -269,7 +286,9 @@ class State:
         if not parameter.aliases:
             raise TieError(f"{key} is not tied to anything")
         if key == parameter.path:
-            raise TieError(f"{key} is the canonical path of its parameter; untie {' or '.join(str(alias.path) for alias in parameter.aliases)}")
+            raise TieError(
+                f"{key} is the canonical path of its parameter; untie {' or '.join(str(alias.path) for alias in parameter.aliases)}"
+            )
         alias = next(each for each in parameter.aliases if each.path == key)
         rest = tuple(each for each in parameter.aliases if each.path != key)
         alone = parameter._replace(
@@ -296,7 +315,8 @@ class State:
         - `**hyperparameters`: new values, numbers or schedules. In a chain, every member that has the name takes it; selected
           parameters whose rule lacks it are left alone.
 
-        **Raises** `PathError` when nothing matches; `HyperparameterError` for a name that no selected rule has, or a value out of range.
+        **Raises** `PathError` when nothing matches; `HyperparameterError` for a name that no selected rule has, or a value out
+        of range.
 
         Example:
             >>> import numpy as np, optimisers as op
@@ -319,7 +339,9 @@ class State:
         return self._with_rules(chosen, rules)
 
     def replace(self, selector: Selectable, rule: Rule | None = None) -> "State":
-        """Give parameters another rule. Slots that both rules have under one name are kept, and with them the count; others start at zero.
+        """Give parameters another rule. Slots that both rules have under one name are kept, and with them the count.
+
+        Other slots start at zero.
 
         `replace(rule)` replaces the rule of all parameters.
 
@@ -338,7 +360,9 @@ class State:
             check_rule(rule, parameters[at])
             kept = [old.slots.get(name) for name, _ in program.slots]
             fresh = not any(slot is not None for slot in kept) and bool(program.slots)
-            parameters[at] = parameters[at]._replace(group=len(self.rules), counter=len(counters) if fresh else parameters[at].counter)
+            parameters[at] = parameters[at]._replace(
+                group=len(self.rules), counter=len(counters) if fresh else parameters[at].counter
+            )
             if slots[at] is not None or not program.slots:
                 zeros = zeros_for(parameters[at], program)
                 slots[at] = tuple(new if slot is None else slot for slot, new in zip(kept, zeros, strict=True))
@@ -370,7 +394,9 @@ class State:
             chosen = [at for at in chosen if parameters[at].frozen]
         for at in chosen:
             if not parameters[at].frozen:
-                raise StateError(f"{parameters[at].path} is live, and a live parameter needs its slots; freeze it first, or reset it")
+                raise StateError(
+                    f"{parameters[at].path} is live, and a live parameter needs its slots; freeze it first, or reset it"
+                )
             parameters[at] = parameters[at]._replace(counter=len(self.counters))
             slots[at] = None
         return self._next(parameters, slots, counters=(*self.counters, 0))
@@ -386,7 +412,10 @@ class State:
         counters: Sequence[Any] | None = None,
         excluded: frozenset[Path] | None = None,
     ) -> "State":
-        """A state with other contents, its groups and counters put in order: none that is unused, none that frozen and live parameters share."""
+        """A state with other contents, its groups and counters put in order.
+
+        None of them is unused, and no counter is shared by frozen and live parameters.
+        """
         rules = self.rules if rules is None else rules
         counters = self.counters if counters is None else counters
         groups: dict[int, int] = {}

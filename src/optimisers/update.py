@@ -10,7 +10,7 @@ from optimisers.backends.array_api import namespace
 from optimisers.backends.base import Batch, backend_for, reference_only_is_set
 from optimisers.gradients import gather
 from optimisers.model.layout import Layout, slot_dtypes
-from optimisers.model.reading import Opened, open_with, picker
+from optimisers.model.reading import open_with, picker
 from optimisers.model.ties import same_memory
 from optimisers.rules.base import Rule, stack
 from optimisers.rules.program import Member
@@ -35,8 +35,8 @@ def update(state: State, model: Any, grads: Any = None) -> tuple[State, Any]:
 
     **Returns** the new state and the new model. What did not move is shared with the old ones.
 
-    **Raises** `ModelError` for a model that is not the state's, `GradientError`, `ShapeError` or `DtypeError` for gradients that do not
-    fit, `TieError` when tied places hold different values; each names the path, and nothing has changed.
+    **Raises** `ModelError` for a model that is not the state's, `GradientError`, `ShapeError` or `DtypeError` for gradients that do
+    not fit, `TieError` when tied places hold different values; each names the path, and nothing has changed.
 
     Example:
         >>> import numpy as np, optimisers as op
@@ -106,7 +106,7 @@ def _replaced(slots: tuple[Any, ...], members: Sequence[int], new: Sequence[Any]
     return tuple(changed)
 
 
-# The plan: all that depends on the layout and on which gradients are there, worked out once ------------------------------------------
+# The plan: all that depends on the layout and on which gradients are there, worked out once ---------------------------
 
 
 class _Part:
@@ -148,7 +148,7 @@ class _Part:
 
 
 class _Plan:
-    def __init__(self, layout: Layout, present: Sequence[bool]) -> None:
+    def __init__(self, layout: Layout, present: bytes) -> None:
         batches: dict[Any, list[int]] = {}
         for at, record in enumerate(layout.parameters):
             if present[at]:
@@ -160,7 +160,7 @@ class _Plan:
 
 
 def _plan(layout: Layout, gradients: Sequence[Any]) -> _Plan:
-    present = bytes([grad is not None for grad in gradients])
+    present = bytes(map(_is_there, gradients))
     key = (present, reference_only_is_set())
     plans: dict[Any, _Plan] = layout.cache.setdefault("plans", {})
     plan = plans.get(key)
@@ -169,6 +169,10 @@ def _plan(layout: Layout, gradients: Sequence[Any]) -> _Plan:
             plans.clear()
         plan = plans[key] = _Plan(layout, present)
     return plan
+
+
+def _is_there(gradient: Any) -> bool:
+    return gradient is not None
 
 
 def _counted(state: State, plan: _Plan, opened: Sequence[bool]) -> tuple[Layout, tuple[Any, ...]]:
@@ -220,7 +224,9 @@ class _Job:
             scalars=self._scalars(part, state),
             row=part.row,
         )
-        pending = [at for at, member in enumerate(part.program.members) if member.measure is not None or member.gate or member.memory]
+        pending = [
+            at for at, member in enumerate(part.program.members) if member.measure is not None or member.gate or member.memory
+        ]
         self.pending = pending
 
     def _scalars(self, part: _Part, state: State) -> list[dict[str, Sequence[Any]]]:

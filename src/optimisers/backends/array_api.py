@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from functools import cache
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -79,9 +80,13 @@ class Namespace:
 
 
 @cache
+def _namespace(library: Any) -> Namespace:
+    return Namespace(library)
+
+
 def namespace(library: Any) -> Namespace:
     """The functions for kernels, from an array-API namespace."""
-    return Namespace(library)
+    return _namespace(library)
 
 
 def fuses(program: Program, dtypes: tuple[str, ...]) -> bool:
@@ -119,9 +124,7 @@ def prepare_numpy(batch: Batch) -> Prepared:
     dtype, compute = _numpy_dtype(batch.dtype), _numpy_dtype(compute_dtype(batch.dtype))
     params = [p if batch.in_place and ready(p, dtype) else np.array(p, dtype, order="C", subok=False) for p in batch.params]
     grads = [np.ascontiguousarray(g, compute).reshape(shape) for g, shape in zip(batch.grads, batch.shapes, strict=True)]
-    slots = [
-        tuple(s if batch.in_place and ready(s, s.dtype) else np.array(s, order="C") for s in slots) for slots in batch.slots
-    ]
+    slots = [tuple(s if batch.in_place and ready(s, s.dtype) else np.array(s, order="C") for s in slots) for slots in batch.slots]
     return Prepared(params, grads, slots)
 
 
@@ -317,7 +320,8 @@ def _wide(array: Any) -> Any:
 
 def _sum(part: Any, rows: np.ndarray | None) -> float:
     library = np if isinstance(part, (np.ndarray, np.generic)) else namespace_of(part)
-    return float(library.sum(part if rows is None else part[library.asarray(rows)]))
+    live: Any = part
+    return float(library.sum(live if rows is None else live[library.asarray(rows)]))
 
 
 @cache
@@ -331,14 +335,4 @@ def _numpy_dtype(name: str) -> np.dtype:
 
 
 def _import(library: str) -> Any:
-    if library == "torch":
-        import array_api_compat.torch
-
-        return array_api_compat.torch
-    if library == "jax":
-        import jax.numpy
-
-        return jax.numpy
-    import importlib
-
-    return importlib.import_module(library)
+    return import_module({"torch": "array_api_compat.torch", "jax": "jax.numpy"}.get(library, library))

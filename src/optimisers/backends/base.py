@@ -2,11 +2,11 @@
 
 import importlib.util
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -147,7 +147,7 @@ def library_of(value: Any) -> str | None:
     return _library(type(value))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _library(kind: type) -> str | None:
     if issubclass(kind, np.ndarray):
         return "numpy"
@@ -170,7 +170,7 @@ def dtype_name(array: Any) -> str:
     return _dtype_name(array.dtype)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _dtype_name(dtype: Any) -> str:
     name = getattr(dtype, "name", None)
     return name if isinstance(name, str) else str(dtype).rpartition(".")[2]
@@ -286,5 +286,3 @@ def _at(path: Any) -> str:
 
 def _kind(value: Any) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
-
-

@@ -36,11 +36,11 @@ OPTIONS: dict[str, Any] = {"fastmath": {"contract", "reassoc", "arcp", "nsz"}, "
 def _by_type(real: Any, complex_: Any) -> Any:
     """A compiled function with one body for real numbers and one for complex ones."""
 
-    def dispatch(x):  # type: ignore[no-untyped-def]  # Numba compares signatures, annotations included
+    def dispatch(x):  # no annotations: Numba compares them too
         return real(x)
 
-    @overload(dispatch, jit_options=OPTIONS)
-    def choose(x):  # type: ignore[no-untyped-def]
+    @overload(dispatch, jit_options=OPTIONS)  # type: ignore[arg-type]
+    def choose(x):
         return complex_ if isinstance(x, types.Complex) else real
 
     @numba.njit(**OPTIONS)
@@ -104,7 +104,7 @@ def _clip_any(x, low, high):
     return _clip(x, low, high)
 
 
-@overload(_clip_any, jit_options=OPTIONS)
+@overload(_clip_any, jit_options=OPTIONS)  # type: ignore[arg-type]
 def _choose_clip(x, low, high):
     if isinstance(x, types.Complex):
         return lambda x, low, high: complex(_clip(x.real, low, high), _clip(x.imag, low, high))

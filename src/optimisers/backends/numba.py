@@ -14,14 +14,17 @@ import warnings
 from collections import namedtuple
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, lru_cache
+from functools import cache
+from itertools import pairwise
 from pathlib import Path as FilePath
 from typing import Any
 
 import numba
 import numpy as np
 import platformdirs
+from numba import carray  # type: ignore[attr-defined]  # Numba exports it without saying so
 from numba.core import types as nb_types
+from numba.core.errors import NumbaError
 from numba.extending import intrinsic
 
 from optimisers.backends import array_api, elementwise
@@ -49,7 +52,7 @@ _WRITEABLE = 0x400
 
 
 @intrinsic
-def _pointer(typing_context: Any, address: Any) -> Any:
+def _pointer(typing_context: Any, address: Any = None) -> Any:
     """An address as a pointer."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -66,16 +69,18 @@ def _compile(function: Callable[..., Any], signature: str, **options: Any) -> Ca
         return numba.njit(signature, **options)(function)
 
 
-def _read_addresses(objects: Any, kind: int, dtype: int, dims: Any, shapes: Any, flags: int, addresses: Any) -> int:  # pragma: no cover
+def _read_addresses(
+    objects: Any, kind: int, dtype: int, dims: Any, shapes: Any, flags: int, addresses: Any
+) -> int:  # pragma: no cover
     """Read the data addresses of arrays; returns how many could be read before one was not as expected."""
     at = 0
     for i in range(objects.shape[0]):
-        fields = numba.carray(_pointer(objects[i]), 9, np.int64)
+        fields = carray(_pointer(objects[i]), 9, np.int64)
         if fields[1] != kind or fields[7] != dtype:
             return i
         if fields[3] & 0xFFFFFFFF != dims[i] or fields[8] & flags != flags:
             return i
-        shape = numba.carray(_pointer(fields[4]), dims[i], np.int64)
+        shape = carray(_pointer(fields[4]), dims[i], np.int64)
         for axis in range(dims[i]):
             if shape[axis] != shapes[at]:
                 return i
@@ -248,7 +253,7 @@ def _share(chunks: np.ndarray, work: Callable[[int, int], None]) -> None:
     shares = max(threads, min(threads * 32, total // _PARALLEL_SHARE))
     ends = np.searchsorted(np.cumsum(chunks[:, 2]), np.linspace(0, total, shares + 1)[1:-1])
     bounds = [0, *(int(end) for end in ends), len(chunks)]
-    ranges = iter(list(zip(bounds, bounds[1:], strict=False)))
+    ranges = iter(list(pairwise(bounds)))
 
     def drain() -> None:
         for first, last in ranges:
@@ -268,14 +273,14 @@ def _share(chunks: np.ndarray, work: Callable[[int, int], None]) -> None:
 # Compilation ----------------------------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=None)
+@cache
 def _compiled(
     program: Program, dtypes: tuple[str, ...], columns: tuple[tuple[str, ...], ...], purpose: str
 ) -> Callable[..., None] | None:
     """Compile a program, once a process; `None`, with a warning, when a kernel holds what Numba does not know."""
     try:
         return _build(program, dtypes, columns, purpose)
-    except numba.core.errors.NumbaError as error:
+    except NumbaError as error:
         names = ", ".join(member.name for member in program.members)
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         warnings.warn(
@@ -286,14 +291,12 @@ def _compiled(
         return None
 
 
-def _build(
-    program: Program, dtypes: tuple[str, ...], columns: tuple[tuple[str, ...], ...], purpose: str
-) -> Callable[..., None]:
+def _build(program: Program, dtypes: tuple[str, ...], columns: tuple[tuple[str, ...], ...], purpose: str) -> Callable[..., None]:
     source = _source(program, dtypes, columns, purpose)
     kernels = [member.kernel for member in program.members]
     measure = program.members[-1].measure if purpose == "measure" else None
     scope: dict[str, Any] = {dtype: getattr(nb_types, dtype) for dtype in _DTYPES}
-    scope |= {"__name__": __name__, "xp": elementwise, "carray": numba.carray, "pointer": _pointer}
+    scope |= {"__name__": __name__, "xp": elementwise, "carray": carray, "pointer": _pointer}
     for at, (kernel, names) in enumerate(zip(kernels, columns, strict=True)):
         scope[f"k{at}"] = numba.njit(kernel, **elementwise.OPTIONS)
         scope[f"H{at}"] = namedtuple(f"H{at}", names)  # noqa: PYI024  # made at run time, for Numba
@@ -335,7 +338,7 @@ def _source(program: Program, dtypes: tuple[str, ...], columns: tuple[tuple[str,
     lines += [f"        {part} = 0.0" for part in parts]
     lines += ["        for j in range(n):", "            d, x = g[j], p[j]"]
     last = len(program.members) - 1
-    for at, (member, span) in enumerate(zip(program.members, program.spans, strict=True)):
+    for at, span in enumerate(program.spans):
         mine = range(span.start, span.stop)
         if measuring and at == last:
             wide = [_wide("d", dtypes[0]), _wide("x", dtypes[0])]
@@ -416,4 +419,8 @@ def _marks(function: Any, seen: dict[Any, None]) -> Any:
     seen[function] = None
     used = [(name, function.__globals__[name]) for name in function.__code__.co_names if name in function.__globals__]
     cells = [cell.cell_contents for cell in function.__closure__ or ()]
-    return _marks(function.__code__, seen), [(name, _marks(value, seen)) for name, value in used], [_marks(cell, seen) for cell in cells]
+    return (
+        _marks(function.__code__, seen),
+        [(name, _marks(value, seen)) for name, value in used],
+        [_marks(cell, seen) for cell in cells],
+    )

@@ -8,7 +8,7 @@ from optimisers.backends.base import dtype_name, library_of, trainable_dtype
 from optimisers.errors import ModelError, TieError, suggest
 from optimisers.model.layout import Alias, Layout, Parameter
 from optimisers.model.paths import Path
-from optimisers.model.ties import SAME, View, find_ties, same_memory
+from optimisers.model.ties import View, find_ties, same_memory
 from optimisers.model.trees import Structure, opened
 
 __all__ = ["Opened", "open_with", "parameters_of"]
@@ -27,10 +27,7 @@ def parameters_of(model: Any) -> list[tuple[Parameter, Any]]:
     for group in find_ties([structure.paths[at] for at in places], [leaves[at] for at in places]):
         at = places[group[0][0]]
         array = leaves[at]
-        aliases = tuple(
-            Alias(structure.paths[places[k]], view, structure.occurrences[places[k]].owners)
-            for k, view in group[1:]
-        )
+        aliases = tuple(Alias(structure.paths[places[k]], view, structure.occurrences[places[k]].owners) for k, view in group[1:])
         record = Parameter(
             path=structure.paths[at],
             shape=tuple(array.shape),
@@ -156,7 +153,7 @@ def _equal(a: Any, b: Any) -> bool:
         return False
     try:
         return bool((a == b).all()) if hasattr(a, "all") else bool(a.__array_namespace__().all(a == b))
-    except Exception as error:  # noqa: BLE001  # a traced array has no values to compare
+    except Exception as error:  # a traced array has no values to compare
         if "racer" in type(error).__name__:
             return True
         raise

@@ -153,7 +153,7 @@ def _overlap(a: Any, b: Any) -> bool:
     if not (isinstance(a, np.ndarray) and isinstance(b, np.ndarray)):
         return True
     try:
-        return np.shares_memory(a, b, max_work=100_000)
+        return np.shares_memory(a, b, max_work=100_000)  # type: ignore[arg-type]  # NumPy's stubs know only -1 and 0
     except np.exceptions.TooHardError:
         return True
 
@@ -163,7 +163,10 @@ def same_memory(parameter: Any, alias: Any, view: View) -> bool:
     if parameter is alias:
         return True
     library = library_of(parameter)
-    a, b = (memory_of(each, library or "") if library_of(each) == library and library else None for each in (view.apply(parameter), alias))
+    a, b = (
+        memory_of(each, library or "") if library_of(each) == library and library else None
+        for each in (view.apply(parameter), alias)
+    )
     return a is not None and a == b
 
 

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from functools import cached_property
 from threading import Lock
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import optree
 
@@ -23,8 +23,6 @@ __all__ = ["Occurrence", "Structure", "flatten", "opened", "register"]
 
 _NAMESPACE = "optimisers"
 _MEMORY_OF_STRUCTURES = 256
-
-_Cls = TypeVar("_Cls", bound=type)
 
 
 class Occurrence(NamedTuple):
@@ -125,7 +123,7 @@ _TRAINABLE: dict[type, frozenset[Hashable]] = {}
 
 
 def register(
-    cls: _Cls | None = None,
+    cls: Any = None,
     *,
     children: Iterable[str] | Callable[[Any], Mapping[Hashable, Any]] | None = None,
     rebuild: Callable[[Any, Mapping[Hashable, Any]], Any] | None = None,
@@ -214,7 +212,7 @@ def _enter(cls: type, look: _Look, put: _Put) -> bool:
         if cls in _OPEN:
             return False
         try:
-            optree.register_pytree_node(cls, open_, close, namespace=_NAMESPACE)
+            optree.register_pytree_node(cls, open_, close, namespace=_NAMESPACE)  # type: ignore[arg-type]
         except (ValueError, TypeError) as error:
             raise ModelError(f"{cls.__name__} cannot be registered: {error}") from None
         _OPEN.add(cls)
@@ -276,7 +274,11 @@ def _sorted(keys: Iterable[Hashable]) -> list[Hashable]:
 
 def _warn_of_hidden_arrays(kind: type, leaves: list[Any]) -> None:
     for leaf in leaves:
-        if type(leaf) is kind and library_of(leaf) is None and any(library_of(value) for value in getattr(leaf, "__dict__", {}).values()):
+        if (
+            type(leaf) is kind
+            and library_of(leaf) is None
+            and any(library_of(value) for value in getattr(leaf, "__dict__", {}).values())
+        ):
             warnings.warn(
                 f"the model holds a {kind.__name__}, which holds arrays but cannot be opened, so they do not train; "
                 f"call optimisers.register({kind.__name__}) to open it",
@@ -291,7 +293,7 @@ def _too_deep(model: Any) -> str:
     trail: list[tuple[Any, list[tuple[Hashable, Any]]]] = [(model, _children(model))]
     keys: list[Hashable] = []
     while trail:
-        node, rest = trail[-1]
+        rest = trail[-1][1]
         if not rest:
             trail.pop()
             del keys[-1:]

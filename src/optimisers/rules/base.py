@@ -10,8 +10,11 @@ from optimisers.errors import HyperparameterError, suggest
 
 __all__ = ["LIKE", "REAL", "Hyper", "Rule", "Slot", "rule", "stack"]
 
-Hyper: TypeAlias = float | Callable[[Any], Any]
-"""A number, or a schedule: a function of the state's step (counted from 0)."""
+Hyper: TypeAlias = Any
+"""A hyperparameter: a number, or a schedule, which is any function of the state's step (counted from 0).
+
+To a type checker it is anything, so that rules can calculate with it; a rule checks it when it is made.
+"""
 
 _Cls = TypeVar("_Cls", bound="type[Rule]")
 
@@ -96,9 +99,14 @@ class Rule:
     remember: ClassVar[Callable[..., Any] | None] = None
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):  # type: ignore[arg-type]  # every subclass is a dataclass
+        for field in _fields(self):
             value = _plain(getattr(self, field.name))
             object.__setattr__(self, field.name, value)
+            if field.default is not dataclasses.MISSING and _is_data(field.default) and not _is_data(value, like=field.default):
+                shape = (
+                    f"{len(field.default)} numbers or schedules" if isinstance(field.default, tuple) else "a number or a schedule"
+                )
+                raise HyperparameterError(f"{type(self).__name__}({field.name}={value!r}): {field.name} is {shape}")
             self._check(field.name, value)
 
     def _check(self, name: str, value: Any) -> None:
@@ -121,7 +129,7 @@ class Rule:
     @property
     def hyperparameters(self) -> dict[str, Any]:
         """Every field and its value, by name."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
+        return {field.name: getattr(self, field.name) for field in _fields(self)}
 
     @property
     def members(self) -> "tuple[Rule, ...]":
@@ -185,6 +193,10 @@ def rule(cls: _Cls) -> _Cls:
     return dataclasses.dataclass(frozen=True, repr=False)(cls)  # type: ignore[return-value]
 
 
+def _fields(rule: Any) -> tuple[dataclasses.Field[Any], ...]:
+    return dataclasses.fields(rule)
+
+
 def static(value: Any) -> Any:
     """The part of a hyperparameter that shapes the computation: the value itself, or `None` for data."""
     if isinstance(value, tuple):
@@ -212,6 +224,14 @@ def stack(rules: Sequence[Rule]) -> Rule:
         else:
             columns[name] = value if static(value) is not None else np.array(values)
     return first.with_values(columns)
+
+
+def _is_data(value: Any, like: Any = None) -> bool:
+    """Whether a value is a number or a schedule, or as many of them as another value holds."""
+    if isinstance(like, tuple) or (like is None and isinstance(value, tuple)):
+        return isinstance(value, tuple) and (like is None or len(value) == len(like)) and all(_is_data(part, 0.0) for part in value)
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number or (callable(value) and not isinstance(value, (Rule, type))) or getattr(value, "shape", None) == ()
 
 
 def _parts(value: Any) -> Iterator[Any]:

@@ -31,7 +31,7 @@ class ClipGrad(Rule):
     ranges = {"clip_value": _ABOVE_ZERO}
 
     def scalars(self, step: Any) -> dict[str, Any]:
-        return {"low": -self.clip_value, "high": self.clip_value}  # type: ignore[operator]
+        return {"low": -self.clip_value, "high": self.clip_value}
 
     def kernel(xp: Any, g: Any, p: Any, h: Any) -> Any:
         return xp.clip(g, h.low, h.high)

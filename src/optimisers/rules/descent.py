@@ -155,11 +155,11 @@ class SGD(Rule):
         return isinstance(self.momentum, (int, float)) and self.momentum == 0
 
     @property
-    def slots(self) -> Mapping[str, Slot]:  # type: ignore[override]
+    def slots(self) -> Mapping[str, Slot]:
         return {} if self._still else {"velocity": LIKE}
 
     @property
-    def kernel(self) -> Callable[..., Any]:  # type: ignore[override]
+    def kernel(self) -> Callable[..., Any]:
         if self._still:
             return _sgd
         return _sgd_nesterov if self.nesterov else _sgd_momentum

@@ -13,7 +13,7 @@ class AccumGrad(Rule):
     r"""Lets a step through once in `n` calls, with the mean of the gradients of all `n`.
 
     Between firings, parameters, counters and the slots of what follows stay as they are. The window is one for the whole tree. A
-    call without a gradient for some parameter adds nothing to that parameter's sum, and the mean still divides by the number of calls.
+    call without a gradient for some parameter adds nothing to its sum, and the mean still divides by the number of calls.
 
     **Arguments:**
 
@@ -35,8 +35,8 @@ class AccumGrad(Rule):
     memory = {"filled": 0}
     gate = True
 
-    def scalars(self, step: Any, filled: Any) -> dict[str, Any]:  # type: ignore[override]
-        return {"weight": 1 / (filled + 1), "open": filled + 1 >= self.n, "zero": 0.0}  # type: ignore[operator]
+    def scalars(self, step: Any, filled: Any) -> dict[str, Any]:
+        return {"weight": 1 / (filled + 1), "open": filled + 1 >= self.n, "zero": 0.0}
 
     def kernel(xp: Any, g: Any, p: Any, h: Any, total: Any) -> Any:
         total = total + g
@@ -70,7 +70,7 @@ class SkipNonFinite(Rule):
     memory = {"skipped": 0}
     gate = True
 
-    def scalars(self, step: Any, skipped: Any) -> dict[str, Any]:  # type: ignore[override]
+    def scalars(self, step: Any, skipped: Any) -> dict[str, Any]:
         return {"one": 1.0, "zero": 0.0}
 
     def measure(xp: Any, g: Any, p: Any, h: Any) -> Any:
