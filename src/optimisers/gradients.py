@@ -12,7 +12,7 @@ from optimisers.errors import GradientError, ShapeError, suggest
 from optimisers.model.layout import Layout, Parameter
 from optimisers.model.paths import Path
 from optimisers.model.reading import Opened, open_with, parameters_of
-from optimisers.model.ties import SAME, View
+from optimisers.model.ties import SAME, View, shape_through
 from optimisers.model.trees import opened
 from optimisers.setup import trainables
 from optimisers.state import State
@@ -106,8 +106,7 @@ def _summed(parameter: Parameter, parts: list[tuple[Path, View, Any]]) -> Any:
         if grad is None or path in parameter.masked or id(grad) in seen:
             continue
         seen.add(id(grad))
-        shape = view.apply(np.empty(parameter.shape, np.bool_)).shape if view != SAME else parameter.shape
-        check_gradient(path, shape, parameter.dtype, parameter.library, grad)
+        check_gradient(path, shape_through(view, parameter.shape), parameter.dtype, parameter.library, grad)
         terms.append(view.undo(grad, parameter.shape))
     if len(terms) > 1 and compute_dtype(parameter.dtype) != parameter.dtype:
         terms = [_cast(term, compute_dtype(parameter.dtype)) for term in terms]

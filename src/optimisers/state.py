@@ -7,14 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from optimisers.backends.base import backend_for, library_of, namespace_of
-from optimisers.errors import HyperparameterError, PathError, ShapeError, StateError, TieError, suggest
-from optimisers.model.layout import Alias, Layout, Parameter, Runs, mask_of, runs_of, slot_dtypes
+from optimisers.backends.base import library_of, namespace_of
+from optimisers.errors import HyperparameterError, PathError, StateError, suggest
+from optimisers.model import rewrite
+from optimisers.model.layout import Layout, Parameter, Runs
 from optimisers.model.paths import Path
 from optimisers.model.select import Selectable, as_selector, matching
-from optimisers.model.ties import SAME, View, named_view
+from optimisers.model.slots import check_rule, copied, zeros_for
+from optimisers.model.ties import SAME
 from optimisers.rules.base import Rule
-from optimisers.rules.program import Program, program_of
+from optimisers.rules.program import program_of
 
 __all__ = ["Leaf", "State", "new_state"]
 
@@ -75,7 +77,7 @@ class State:
         True
     """
 
-    __slots__ = ("__weakref__", "addresses", "counters", "layout", "memory", "rules", "slots", "step")
+    __slots__ = ("__weakref__", "addresses", "counters", "detached", "layout", "memory", "rules", "slots", "step")
 
     def __init__(
         self,
@@ -85,6 +87,7 @@ class State:
         step: Any,
         slots: Slots,
         memory: Mapping[str, Mapping[str, Any]],
+        detached: frozenset[Path] = frozenset(),
         addresses: dict[Any, Any] | None = None,
     ) -> None:
         self.layout = layout
@@ -93,6 +96,8 @@ class State:
         self.step = step
         self.slots = slots
         self.memory = memory
+        # Places that were untied: the model still holds the shared array there, and the next step gives them one of their own.
+        self.detached = detached
         # What backends keep about these very slot arrays; it goes on to the next state as long as the arrays do.
         self.addresses = {} if addresses is None else addresses
 
@@ -142,33 +147,17 @@ class State:
         """The state of a branch. A tie that crosses its edge is dropped."""
         parameters, slots = [], []
         for parameter, own in zip(self.layout.parameters, self.slots, strict=True):
-            inside = [
-                alias
-                for alias in (Alias(parameter.path, SAME, parameter.owners), *parameter.aliases)
-                if alias.path.startswith(branch)
-            ]
-            if not inside:
-                continue
-            seen = inside[0].view
-            below = [alias.path.below(branch) for alias in inside]
-            parameters.append(
-                parameter._replace(
-                    path=below[0],
-                    shape=_seen_shape(parameter.shape, seen),
-                    owners=inside[0].owners[len(branch) :],
-                    aliases=tuple(
-                        Alias(path, _from_alias(parameter.shape, seen, alias.view), alias.owners[len(branch) :])
-                        for path, alias in zip(below[1:], inside[1:], strict=True)
-                    ),
-                    masked=frozenset(path.below(branch) for path in parameter.masked if path.startswith(branch)),
-                    frozen_rows=parameter.frozen_rows if seen == SAME else (),
-                )
-            )
-            slots.append(own if own is None or seen == SAME else tuple(np.ascontiguousarray(seen.apply(slot)) for slot in own))
+            seen = rewrite.below(parameter, branch)
+            if seen is not None:
+                parameters.append(seen[0])
+                slots.append(own if own is None or seen[1] == SAME else tuple(copied(seen[1].apply(slot)) for slot in own))
         if not parameters:
             raise PathError(f'the state has nothing at "{branch}"{suggest(str(branch), self._places())}')
-        excluded = frozenset(path.below(branch) for path in self.layout.excluded if path.startswith(branch))
-        return self._next(parameters, slots, excluded=excluded)
+        excluded, detached = (
+            frozenset(path.below(branch) for path in paths if path.startswith(branch))
+            for paths in (self.layout.excluded, self.detached)
+        )
+        return self._next(parameters, slots, excluded=excluded, detached=detached)
 
     def _places(self) -> set[str]:
         return {
@@ -196,7 +185,7 @@ class State:
         chosen = matching(self.layout.parameters, selector)
         if rows is None:
             return self._with(chosen, lambda parameter: parameter._replace(frozen=True))
-        return self._with(chosen, lambda parameter: _with_rows(parameter, rows, frozen=True))
+        return self._with(chosen, lambda parameter: rewrite.with_rows(parameter, rows, frozen=True))
 
     def thaw(self, selector: Selectable = "**", *, rows: Any = None) -> "State":
         """Thaw parameters: they train again, with the slots and count they had. One that never trained starts fresh, at zero.
@@ -211,7 +200,7 @@ class State:
         chosen = matching(self.layout.parameters, selector)
         if rows is None:
             return self._with(chosen, lambda parameter: parameter._replace(frozen=False, frozen_rows=()))
-        return self._with(chosen, lambda parameter: _with_rows(parameter, rows, frozen=False)._replace(frozen=False))
+        return self._with(chosen, lambda parameter: rewrite.with_rows(parameter, rows, frozen=False)._replace(frozen=False))
 
     def mask(self, selector: Selectable) -> "State":
         """Let occurrences no longer contribute to the gradient of their parameter, which trains on from its others.
@@ -245,31 +234,7 @@ class State:
         tied already.
         """
         goes, stays = self._at(alias), self._at(path)
-        if goes == stays:
-            raise TieError(f"{Path(alias)} and {Path(path)} are one parameter already")
-        loser, winner = self.layout.parameters[goes], self.layout.parameters[stays]
-        if Path(path) != winner.path:
-            raise TieError(f"{Path(path)} is an alias itself; tie {Path(alias)} to {winner.path}")
-        if Path(alias) != loser.path:
-            raise TieError(f"{Path(alias)} is tied to {loser.path}; tie that path instead, or untie {Path(alias)} first")
-        seen = named_view(view, winner.shape, loser.shape)
-        if view not in (None, "transpose", "reshape"):
-            raise TieError(f'view={view!r} is unknown; give None, "transpose" or "reshape"')
-        if seen is None:
-            hint = ' (view="transpose"?)' if view is None and winner.shape[::-1] == loser.shape else ""
-            raise TieError(
-                f"{loser.path} has shape {loser.shape}, which is not {view or 'the same'} as {winner.path}: {winner.shape}{hint}"
-            )
-        if loser.dtype != winner.dtype or loser.library != winner.library:
-            raise TieError(
-                f"{loser.path} is {loser.library} {loser.dtype}, but {winner.path} is {winner.library} {winner.dtype}; convert one"
-            )
-        if loser.aliases and seen != SAME:
-            raise TieError(f"{loser.path} has ties of its own, so it can only be tied as it is; tie {winner.path} to it instead")
-        added = (Alias(loser.path, seen, loser.owners), *loser.aliases)
-        merged = winner._replace(
-            aliases=tuple(sorted((*winner.aliases, *added), key=_traversal)), masked=winner.masked | loser.masked
-        )
+        merged = rewrite.tied(self.layout.parameters[goes], Path(alias), self.layout.parameters[stays], Path(path), view)
         parameters = [merged if at == stays else each for at, each in enumerate(self.layout.parameters) if at != goes]
         slots = [each for at, each in enumerate(self.slots) if at != goes]
         return self._next(parameters, slots)
@@ -277,32 +242,16 @@ class State:
     def untie(self, path: "str | tuple[Any, ...]") -> "State":
         """Make an occurrence a parameter of its own, with a copy of the slots, the count, the rule and the frozen flag.
 
-        The model has to hold an array of its own there; `update` gives it one.
+        The next `update` or `update_` gives the model an array of its own there.
 
         **Raises** `PathError` for an unknown path, `TieError` where nothing is tied.
         """
         at, key = self._at(path), Path(path)
-        parameter, own = self.layout.parameters[at], self.slots[at]
-        if not parameter.aliases:
-            raise TieError(f"{key} is not tied to anything")
-        if key == parameter.path:
-            raise TieError(
-                f"{key} is the canonical path of its parameter; untie {' or '.join(str(alias.path) for alias in parameter.aliases)}"
-            )
-        alias = next(each for each in parameter.aliases if each.path == key)
-        rest = tuple(each for each in parameter.aliases if each.path != key)
-        alone = parameter._replace(
-            path=key,
-            shape=_seen_shape(parameter.shape, alias.view),
-            owners=alias.owners,
-            aliases=(),
-            masked=parameter.masked & {key},
-            frozen_rows=parameter.frozen_rows if alias.view == SAME else (),
-        )
-        parameters = list(self.layout.parameters)
-        parameters[at] = parameter._replace(aliases=rest, masked=parameter.masked - {key})
-        copied = own if own is None else tuple(_copied(alias.view.apply(slot)) for slot in own)
-        return self._next([*parameters, alone], [*self.slots, copied])
+        rest, alone, view = rewrite.untied(self.layout.parameters[at], key)
+        parameters, own = list(self.layout.parameters), self.slots[at]
+        parameters[at] = rest
+        slots = own if own is None else tuple(copied(view.apply(slot)) for slot in own)
+        return self._next([*parameters, alone], [*self.slots, slots], detached=self.detached | {key})
 
     # Rules ------------------------------------------------------------------------------------------------------------
 
@@ -411,6 +360,7 @@ class State:
         rules: Sequence[Rule] | None = None,
         counters: Sequence[Any] | None = None,
         excluded: frozenset[Path] | None = None,
+        detached: frozenset[Path] | None = None,
     ) -> "State":
         """A state with other contents, its groups and counters put in order.
 
@@ -434,7 +384,8 @@ class State:
             tidy.append(parameter)
         kept = tuple(rules[group] for group in groups) or tuple(rules[:1])
         layout = Layout.of(tidy, map(program_of, kept), self.layout.excluded if excluded is None else excluded)
-        return State(layout, kept, tuple(used), self.step, tuple(slots), _memory(kept, self.memory))
+        detached = frozenset(path for path in (self.detached if detached is None else detached) if path in layout.index)
+        return State(layout, kept, tuple(used), self.step, tuple(slots), _memory(kept, self.memory), detached)
 
     def _at(self, path: "str | tuple[Any, ...]") -> int:
         at = self.layout.index.get(Path(path))
@@ -521,6 +472,7 @@ class State:
             self.step,
             self.slots,
             dict(self.memory),
+            self.detached,
         )
 
 
@@ -537,30 +489,11 @@ def new_state(parameters: Sequence[Parameter], rules: Sequence[Rule], excluded: 
     return State(layout, tuple(rules), (0,), 0, tuple(slots), {})._next(parameters, slots)
 
 
-def check_rule(rule: Rule, parameter: Parameter) -> None:
-    """Check that a rule can train a parameter.
-
-    **Raises** `StateError`, naming the path.
-    """
-    for member in rule.members:
-        reason = member.refuses(parameter.shape, parameter.dtype)
-        if reason is not None:
-            raise StateError(f"{parameter.path}: {type(member).__name__} cannot train it: {reason}")
-
-
-def zeros_for(parameter: Parameter, program: Program) -> tuple[Any, ...]:
-    """Fresh slots."""
-    dtypes = slot_dtypes(parameter, program)
-    backend = backend_for(parameter.library, program, (parameter.dtype, *dtypes))
-    shapes = [slot.shape(parameter.shape) if slot.shape else parameter.shape for _, slot in program.slots]
-    return tuple(
-        backend.zeros(shape, dtype, parameter.library, parameter.device) for shape, dtype in zip(shapes, dtypes, strict=True)
-    )
-
-
-def _restored(parameters: Any, excluded: Any, rules: Any, counters: Any, step: Any, slots: Any, memory: Any) -> State:
+def _restored(
+    parameters: Any, excluded: Any, rules: Any, counters: Any, step: Any, slots: Any, memory: Any, detached: Any
+) -> State:
     layout = Layout.of(parameters, map(program_of, rules), excluded)
-    return State(layout, rules, counters, step, slots, memory)
+    return State(layout, rules, counters, step, slots, memory, detached)
 
 
 def _memory(rules: Sequence[Rule], old: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -576,47 +509,6 @@ def _memory(rules: Sequence[Rule], old: Mapping[str, Mapping[str, Any]]) -> dict
                 raise StateError(f"{first!r} and {member!r} decide for the whole tree, so they have to be equal for all parameters")
             memory[form.name] = dict(old.get(form.name) or form.memory)
     return memory
-
-
-def _with_rows(parameter: Parameter, rows: Any, *, frozen: bool) -> Parameter:
-    if not parameter.shape:
-        raise ShapeError(f"{parameter.path} has no rows: it has no axes")
-    size = parameter.shape[0]
-    chosen = np.zeros(size, bool)
-    try:
-        mask = np.asarray(rows) if not isinstance(rows, slice) else rows
-        if isinstance(mask, np.ndarray) and mask.dtype == bool and mask.shape != (size,):
-            raise IndexError(f"the mask has shape {mask.shape}")
-        if isinstance(mask, np.ndarray) and mask.dtype != bool:
-            mask = mask.astype(np.int64, casting="safe")
-        chosen[mask] = True
-    except (IndexError, TypeError, ValueError) as error:
-        raise ShapeError(f"{parameter.path} has {size} rows, and rows={rows!r} does not fit them: {error}") from None
-    before = mask_of(parameter.frozen_rows, size)
-    return parameter._replace(frozen_rows=runs_of(before | chosen if frozen else before & ~chosen))
-
-
-def _seen_shape(shape: tuple[int, ...], view: View) -> tuple[int, ...]:
-    return view.apply(np.empty(shape, np.bool_)).shape if view != SAME else shape
-
-
-def _from_alias(shape: tuple[int, ...], new: View, other: View) -> View:
-    """How one alias is seen from another that has become the canonical occurrence."""
-    if new == other:
-        return SAME
-    if new == SAME:
-        return other
-    back = np.empty(shape, np.bool_)
-    seen, wanted = new.apply(back), other.apply(back)
-    return named_view("transpose", seen.shape, wanted.shape) or View(shape=wanted.shape)
-
-
-def _traversal(alias: Alias) -> tuple[str, ...]:
-    return tuple(f"{key:>12}" if isinstance(key, int) else str(key) for key in alias.path)
-
-
-def _copied(array: Any) -> Any:
-    return np.array(array, order="C") if isinstance(array, np.ndarray) else namespace_of(array).asarray(array, copy=True)
 
 
 def _line(leaf: Leaf, many: bool) -> tuple[str, ...]:

@@ -8,9 +8,11 @@ import numpy as np
 
 from optimisers.backends.array_api import namespace
 from optimisers.backends.base import Batch, backend_for, reference_only_is_set
+from optimisers.errors import TieError
 from optimisers.gradients import gather
 from optimisers.model.layout import Layout, slot_dtypes
-from optimisers.model.reading import open_with, picker
+from optimisers.model.reading import Opened, open_with, picker
+from optimisers.model.slots import copied
 from optimisers.model.ties import same_memory
 from optimisers.rules.base import Rule, stack
 from optimisers.rules.program import Member
@@ -72,12 +74,11 @@ def _step(state: State, model: Any, grads: Any, *, in_place: bool) -> tuple[Stat
     plan = _plan(state.layout, gradients)
     if view.aliases:
         view.check_ties()
-    arrays = view.arrays
+    arrays, changed = _apart(state, view)
     jobs = [_Job(part, state, arrays, gradients, in_place) for part in plan.parts]
     for job in jobs:
         job.part.backend.prepare(job.batch)
     memory = _decide(jobs, state)
-    changed: dict[int, Any] = {}
     slots = state.slots
     for job in jobs:
         params, new_slots = job.part.backend.run(job.batch, job.length, step=job.open)
@@ -88,7 +89,7 @@ def _step(state: State, model: Any, grads: Any, *, in_place: bool) -> tuple[Stat
     layout, counters = _counted(state, plan, [job.open for job in jobs])
     step = state.step + 1 if any(job.open for job in jobs) else state.step
     addresses = state.addresses if slots is state.slots else None
-    new_state = State(layout, state.rules, counters, step, slots, memory, addresses)
+    new_state = State(layout, state.rules, counters, step, slots, memory, addresses=addresses)
     # An alias of its own is put back into line even where the parameter was written in place.
     if in_place and view.aliases:
         changed |= {
@@ -97,6 +98,27 @@ def _step(state: State, model: Any, grads: Any, *, in_place: bool) -> tuple[Stat
             if at not in changed and gradients[at] is not None and not same_memory(arrays[at], view.leaves[place], view_)
         }
     return new_state, view.put(changed) if changed else model
+
+
+def _apart(state: State, view: Opened) -> tuple[Sequence[Any], dict[int, Any]]:
+    """The array of each parameter. Places that were untied since the last step get one of their own.
+
+    **Raises** `TieError` when two parameters hold one array, which would then be updated twice.
+    """
+    arrays = view.arrays
+    changed = {state.layout.index[path]: copied(arrays[state.layout.index[path]]) for path in state.detached}
+    if changed:
+        arrays = [changed.get(at, array) for at, array in enumerate(arrays)]
+    if len(set(map(id, arrays))) < len(arrays):
+        seen: dict[int, Any] = {}
+        for parameter, array in zip(state.parameters, arrays, strict=True):
+            other = seen.setdefault(id(array), parameter.path)
+            if other != parameter.path:
+                raise TieError(
+                    f"{other} and {parameter.path} hold the same array now, but were two parameters when the state was made; "
+                    f'call state.tie("{parameter.path}", "{other}"), or copy one of them'
+                )
+    return arrays, changed
 
 
 def _replaced(slots: tuple[Any, ...], members: Sequence[int], new: Sequence[Any]) -> tuple[Any, ...]:

@@ -1,41 +1,28 @@
 """NumPy arrays in one fused pass: a compiled loop over a table of addresses, on all cores.
 
-A program becomes one function: it walks a table of chunks (parameter, start, length), and for each element calls the kernels
-of all members in turn. Its source is generated, kept in a cache folder under a name that holds a fingerprint of all kernels,
-and compiled by Numba, which keeps the machine code beside it.
+A program becomes one compiled function, which walks a table of chunks (parameter, start, length). What is frozen is not in it.
 """
 
 import ctypes
-import hashlib
 import os
-import threading
-import types
-import warnings
-from collections import namedtuple
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import pairwise
-from pathlib import Path as FilePath
 from typing import Any
 
 import numba
 import numpy as np
-import platformdirs
 from numba import carray  # type: ignore[attr-defined]  # Numba exports it without saying so
-from numba.core import types as nb_types
-from numba.core.errors import NumbaError
-from numba.extending import intrinsic
 
-from optimisers.backends import array_api, elementwise
+from optimisers.backends import array_api
 from optimisers.backends.array_api import Prepared, element_ranges, finish_numpy, prepare_numpy, zeros
 from optimisers.backends.base import Batch, check, real_dtype
-from optimisers.errors import OptimiserWarning
+from optimisers.backends.loops import DTYPES, compile_at_once, loop, pointer
 from optimisers.rules.program import Program
 
 __all__ = ["fuses", "prepare", "run", "sums", "zeros"]
 
-_DTYPES = frozenset(("float32", "float64", "complex64", "complex128"))
 _CHUNK = 16_384
 # Handing work to another thread takes about a tenth of a millisecond: as long as this many elements take.
 _PARALLEL_FROM = 400_000
@@ -51,36 +38,18 @@ _NUMPY_READY = 0x1 | 0x100  # C-contiguous, aligned
 _WRITEABLE = 0x400
 
 
-@intrinsic
-def _pointer(typing_context: Any, address: Any = None) -> Any:
-    """An address as a pointer."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], context.get_value_type(nb_types.voidptr))
-
-    return nb_types.voidptr(nb_types.int64), generate
-
-
-def _compile(function: Callable[..., Any], signature: str, **options: Any) -> Callable[..., Any]:
-    """Compile at once, and keep the machine code on disk where there is a place to write."""
-    try:
-        return numba.njit(signature, cache=True, **options)(function)
-    except RuntimeError:
-        return numba.njit(signature, **options)(function)
-
-
 def _read_addresses(
     objects: Any, kind: int, dtype: int, dims: Any, shapes: Any, flags: int, addresses: Any
 ) -> int:  # pragma: no cover
     """Read the data addresses of arrays; returns how many could be read before one was not as expected."""
     at = 0
     for i in range(objects.shape[0]):
-        fields = carray(_pointer(objects[i]), 9, np.int64)
+        fields = carray(pointer(objects[i]), 9, np.int64)
         if fields[1] != kind or fields[7] != dtype:
             return i
         if fields[3] & 0xFFFFFFFF != dims[i] or fields[8] & flags != flags:
             return i
-        shape = carray(_pointer(fields[4]), dims[i], np.int64)
+        shape = carray(pointer(fields[4]), dims[i], np.int64)
         for axis in range(dims[i]):
             if shape[axis] != shapes[at]:
                 return i
@@ -91,7 +60,7 @@ def _read_addresses(
 
 @cache
 def _reader() -> Callable[..., int]:
-    return _compile(_read_addresses, "int64(int64[::1], int64, int64, int64[::1], int64[::1], int64, int64[::1])")
+    return compile_at_once(_read_addresses, "int64(int64[::1], int64, int64, int64[::1], int64[::1], int64, int64[::1])")
 
 
 @cache
@@ -133,7 +102,7 @@ class _Expected:
 
 def fuses(program: Program, dtypes: tuple[str, ...]) -> bool:
     """Whether the program speaks of single elements, of dtypes that compiled code knows."""
-    return program.elementwise and _DTYPES.issuperset(dtypes)
+    return program.elementwise and DTYPES.issuperset(dtypes)
 
 
 def prepare(batch: Batch) -> None:
@@ -202,7 +171,7 @@ def _function(batch: Batch, length: int, purpose: str) -> Callable[..., None] | 
     if key not in batch.plan:
         program = batch.program.head(length)
         dtypes = (batch.dtype, *batch.slot_dtypes[: len(program.slots)])
-        batch.plan[key] = _compiled(program, dtypes, columns, purpose)
+        batch.plan[key] = loop(program, dtypes, columns, purpose)
     return batch.plan[key]
 
 
@@ -268,159 +237,3 @@ def _share(chunks: np.ndarray, work: Callable[[int, int], None]) -> None:
         # Even when interrupted, leave no thread behind that still writes.
         for helper in helpers:
             helper.result()
-
-
-# Compilation ----------------------------------------------------------------------------------------------------------
-
-
-@cache
-def _compiled(
-    program: Program, dtypes: tuple[str, ...], columns: tuple[tuple[str, ...], ...], purpose: str
-) -> Callable[..., None] | None:
-    """Compile a program, once a process; `None`, with a warning, when a kernel holds what Numba does not know."""
-    try:
-        return _build(program, dtypes, columns, purpose)
-    except NumbaError as error:
-        names = ", ".join(member.name for member in program.members)
-        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        warnings.warn(
-            f"Numba cannot compile the kernels of {names} for {dtypes[0]} ({reason}); NumPy runs them, more slowly",
-            OptimiserWarning,
-            stacklevel=2,
-        )
-        return None
-
-
-def _build(program: Program, dtypes: tuple[str, ...], columns: tuple[tuple[str, ...], ...], purpose: str) -> Callable[..., None]:
-    source = _source(program, dtypes, columns, purpose)
-    kernels = [member.kernel for member in program.members]
-    measure = program.members[-1].measure if purpose == "measure" else None
-    scope: dict[str, Any] = {dtype: getattr(nb_types, dtype) for dtype in _DTYPES}
-    scope |= {"__name__": __name__, "xp": elementwise, "carray": carray, "pointer": _pointer}
-    for at, (kernel, names) in enumerate(zip(kernels, columns, strict=True)):
-        scope[f"k{at}"] = numba.njit(kernel, **elementwise.OPTIONS)
-        scope[f"H{at}"] = namedtuple(f"H{at}", names)  # noqa: PYI024  # made at run time, for Numba
-    if measure is not None:
-        scope["m"] = numba.njit(measure, **elementwise.OPTIONS)
-    marks = [_fingerprint(function) for function in (*kernels, measure) if function is not None]
-    # The name is the function's identity to Numba, so each has its own.
-    name = f"loop_{_digest(source, marks)}"
-    source = source.replace("def run(", f"def {name}(")
-    path = None if None in marks else _keep(source, name)
-    exec(compile(source, str(path or "<optimisers>"), "exec"), scope)
-    sums = ", float64[:, ::1]" if purpose == "measure" else ""
-    real = real_dtype(dtypes[0])
-    signature = f"void(int64[:, ::1], {real}[:, ::1], int64[:, ::1], int64, int64{sums})"
-    if path is None:
-        return numba.njit(signature, nogil=True, **elementwise.OPTIONS)(scope[name])
-    return _compile(scope[name], signature, nogil=True, **elementwise.OPTIONS)
-
-
-def _source(program: Program, dtypes: tuple[str, ...], columns: tuple[tuple[str, ...], ...], purpose: str) -> str:
-    """The source of the loop.
-
-    Arrays are made anew for each chunk, so that the loop over elements runs from zero and vectorises.
-    """
-    measuring = purpose == "measure"
-    slots = [f"s{at}" for at in range(len(dtypes) - 1)]
-    arrays = list(zip(["p", "g", *slots], [dtypes[0], *dtypes], strict=True))
-    lines = ["def run(addresses, table, chunks, first, last" + (", parts):" if measuring else "):")]
-    lines += ["    for c in range(first, last):", "        i, start, n = chunks[c, 0], chunks[c, 1], chunks[c, 2]"]
-    for row, (name, dtype) in enumerate(arrays):
-        size = np.dtype(dtype).itemsize
-        lines.append(f"        {name} = carray(pointer(addresses[{row}, i] + start * {size}), n, {dtype})")
-    column = 0
-    for at, names in enumerate(columns):
-        values = ", ".join(f"table[{column + k}, i]" for k in range(len(names)))
-        lines.append(f"        h{at} = H{at}({values})")
-        column += len(names)
-    parts = [f"t{k}" for k in range(program.members[-1].sums)] if measuring else []
-    lines += [f"        {part} = 0.0" for part in parts]
-    lines += ["        for j in range(n):", "            d, x = g[j], p[j]"]
-    last = len(program.members) - 1
-    for at, span in enumerate(program.spans):
-        mine = range(span.start, span.stop)
-        if measuring and at == last:
-            wide = [_wide("d", dtypes[0]), _wide("x", dtypes[0])]
-            inputs = ", ".join(["xp", wide[0], wide[1], f"h{at}", *(_wide(f"s{k}[j]", dtypes[k + 1]) for k in mine)])
-            lines.append(f"            {', '.join(f'u{k}' for k in range(len(parts)))} = m({inputs})")
-            lines += [f"            t{k} += u{k}" for k in range(len(parts))]
-            continue
-        loads = [_load(f"s{k}[j]", dtypes[k + 1], dtypes[0]) for k in mine]
-        outputs = ", ".join(["d", *(f"a{k}" for k in mine)])
-        lines.append(f"            {outputs} = k{at}({', '.join(['xp', 'd', 'x', f'h{at}', *loads])})")
-    if measuring:
-        lines += [f"        parts[{k}, c] = {part}" for k, part in enumerate(parts)]
-    else:
-        lines += [f"            s{k}[j] = a{k}" for k in range(len(slots))]
-    if purpose == "step":
-        lines.append("            p[j] = x - d")
-    return "\n".join([*lines, ""])
-
-
-def _wide(value: str, dtype: str) -> str:
-    return f"complex128({value})" if dtype.startswith("complex") else f"float64({value})"
-
-
-def _load(value: str, dtype: str, parameter: str) -> str:
-    """A slot's element in the dtype of the arithmetic, complex or real as the slot is."""
-    wanted = parameter if dtype.startswith("complex") else real_dtype(parameter)
-    return value if dtype == wanted else f"{wanted}({value})"
-
-
-# The cache on disk ----------------------------------------------------------------------------------------------------
-
-
-def _digest(source: str, marks: Sequence[str | None]) -> str:
-    scalars = FilePath(elementwise.__file__).read_bytes()
-    return hashlib.sha256(repr((source, marks, scalars, numba.__version__)).encode()).hexdigest()[:32]
-
-
-def _keep(source: str, name: str) -> FilePath | None:
-    """Write the source into the cache folder; Numba keeps the machine code beside it. `None` where nothing can be written."""
-    folder = FilePath(os.environ.get("OPTIMISERS_CACHE_DIR") or platformdirs.user_cache_dir("optimisers", appauthor=False))
-    path = folder / "kernels" / f"{name}.py"
-    try:
-        if not path.exists() or path.read_text() != source:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            draft = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}.tmp")
-            draft.write_text(source)
-            draft.replace(path)
-    except OSError:
-        return None
-    return path
-
-
-def _fingerprint(function: Callable[..., Any]) -> str | None:
-    """All that a kernel's machine code depends on, as text; `None` when that cannot be told."""
-    seen: dict[Any, None] = {}
-    try:
-        return repr(_marks(function, seen))
-    except TypeError:
-        return None
-
-
-def _marks(function: Any, seen: dict[Any, None]) -> Any:
-    if isinstance(function, (bool, int, float, complex, str, bytes, type(None))):
-        return repr(function)
-    if isinstance(function, tuple):
-        return tuple(_marks(part, seen) for part in function)
-    if isinstance(function, types.ModuleType):
-        return function.__name__
-    if isinstance(function, types.CodeType):
-        return function.co_code, function.co_names, tuple(_marks(constant, seen) for constant in function.co_consts)
-    if isinstance(function, types.BuiltinFunctionType):
-        return function.__module__, function.__name__
-    function = getattr(function, "py_func", function)
-    if not isinstance(function, types.FunctionType):
-        raise TypeError(f"cannot tell what {function!r} depends on")
-    if function in seen:
-        return function.__qualname__
-    seen[function] = None
-    used = [(name, function.__globals__[name]) for name in function.__code__.co_names if name in function.__globals__]
-    cells = [cell.cell_contents for cell in function.__closure__ or ()]
-    return (
-        _marks(function.__code__, seen),
-        [(name, _marks(value, seen)) for name, value in used],
-        [_marks(cell, seen) for cell in cells],
-    )

@@ -10,7 +10,7 @@ from optimisers.backends.base import Memory, library_of, memory_of, namespace_of
 from optimisers.errors import TieError
 from optimisers.model.paths import Path
 
-__all__ = ["SAME", "View", "find_ties", "named_view", "same_memory"]
+__all__ = ["SAME", "View", "find_ties", "named_view", "same_memory", "shape_through"]
 
 
 class View(NamedTuple):
@@ -61,6 +61,11 @@ def _permuted(array: Any, order: tuple[int, ...] | None) -> Any:
 
 def _reshaped(array: Any, shape: tuple[int, ...]) -> Any:
     return array.reshape(shape) if library_of(array) in (None, "numpy") else namespace_of(array).reshape(array, shape)
+
+
+def shape_through(view: View, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of an alias of a parameter of this shape."""
+    return shape if view == SAME else view.apply(np.empty(shape, np.bool_)).shape
 
 
 def named_view(name: str | None, parameter: tuple[int, ...], alias: tuple[int, ...]) -> View | None:

@@ -190,7 +190,7 @@ def rule(cls: _Cls) -> _Cls:
             setattr(cls, name, staticmethod(function))
     if cls.kernel is None and cls.apply is None and cls.members is Rule.members:
         raise HyperparameterError(f"the rule {cls.__name__} has neither a kernel nor an apply; define one of them")
-    return dataclasses.dataclass(frozen=True, repr=False)(cls)  # type: ignore[return-value]
+    return dataclasses.dataclass(frozen=True, repr=False)(cls)
 
 
 def _fields(rule: Any) -> tuple[dataclasses.Field[Any], ...]:
