@@ -1,7 +1,7 @@
 """Training nested models: the optimiser's state follows the model."""
 
 from optimisers import errors, schedules
-from optimisers.backends.base import reference_only
+from optimisers.backends.choose import reference_only
 from optimisers.gradients import destructure, global_norm, partition
 from optimisers.model import select
 from optimisers.model.layout import Parameter

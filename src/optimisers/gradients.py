@@ -3,11 +3,12 @@
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from operator import add
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from optimisers.backends.base import check_gradient, compute_dtype, dtype_name, library_of, namespace_of
+from optimisers.backends.arrays import compute_dtype, dtype_name, library_of, namespace_of
+from optimisers.backends.base import check_gradient
 from optimisers.errors import GradientError, ShapeError, suggest
 from optimisers.model.layout import Layout, Parameter
 from optimisers.model.paths import Path
@@ -34,7 +35,9 @@ def gather(grads: Any, layout: Layout, model: Opened | None = None) -> list[Any]
     if grads is None:
         raise GradientError("update needs gradients: a tree like the model, or a mapping from paths to arrays")
     parameters = layout.parameters
-    leaves = None if model is None else model.structure.leaves_of(grads)
+    # A model that is one bare array takes any tree for its leaf.
+    bare = model is not None and model.structure.paths == [()] and isinstance(grads, Mapping)
+    leaves = None if model is None or bare else model.structure.leaves_of(grads)
     if model is not None and leaves is not None:
         gathered = list(model.pick(leaves))
         aliases = [(at, model.structure.paths[place], view, leaves[place]) for at, place, view in model.aliases]
@@ -76,10 +79,10 @@ def _by_path(grads: Any, places: set[Path]) -> dict[Path, Any]:
         if path in places:
             found[path] = grad
             continue
+        if grad is None:
+            continue
         if branches is None:
             branches = {Path(each[:depth]) for each in places for depth in range(len(each))}
-        if grad is None and path in branches:
-            continue
         if path in branches:
             raise GradientError(
                 f"the gradients have {_kind(grad)} at {_shown(path)}, where the model has a branch; pass a tree like it, or None"
@@ -144,7 +147,7 @@ def global_norm(grads: Any, state: State | None = None) -> float:
         5.0
     """
     if state is None:
-        leaves = {id(leaf): leaf for leaf in opened(grads)[0] if library_of(leaf) is not None}
+        leaves = {id(leaf): leaf for leaf in opened(grads)[0] if isinstance(leaf, np.generic) or library_of(leaf) is not None}
         return float(np.sqrt(sum(_square(leaf) for leaf in leaves.values())))
     total = 0.0
     for parameter, grad in zip(state.parameters, gather(grads, state.layout), strict=True):
@@ -177,9 +180,9 @@ def partition(state: State, model: Any) -> tuple[dict[str, Any], Callable[[Mappi
     - `state`: the state that tells which parameters are live.
     - `model`: the model.
 
-    **Returns** `(params, rebuild)`: a flat mapping from canonical path, spelled, to array, each live parameter once; and a function
-    from such a mapping to the model with every tie in place. Masked occurrences keep the array that the model holds now,
-    so no gradient comes from them.
+    **Returns** `(params, rebuild)`: a flat mapping from path, spelled, to array, each live parameter once, by its first occurrence
+    that is not masked; and a function from such a mapping to the model with every tie in place. Masked occurrences
+    keep the array that the model holds now, so no gradient comes from them.
 
     **Raises** `ModelError` when the model is not the state's; `rebuild` raises `GradientError` for missing or unknown names.
 
@@ -192,29 +195,45 @@ def partition(state: State, model: Any) -> tuple[dict[str, Any], Callable[[Mappi
         (['a'], array([2., 2.]))
     """
     view = open_with(state.layout, model)
-    parameters = state.parameters
-    names = {str(p.path): at for at, p in enumerate(parameters) if not p.frozen}
-    arrays = view.arrays
-    params = {name: arrays[at] for name, at in names.items()}
+    roots = {path[0] for path in view.structure.paths if path}
+    sources: dict[str, _Source] = {}
+    for at, parameter in enumerate(state.parameters):
+        seen = [(parameter.path, view.canonical[at], SAME)]
+        seen += [(view.structure.paths[place], place, how) for owner, place, how in view.aliases if owner == at]
+        seen = [each for each in seen if each[0] not in parameter.masked]
+        if seen and not parameter.frozen:
+            sources[_name(seen[0][0], roots)] = _Source(parameter, seen[0][2], [each[1:] for each in seen])
+    params = {name: view.leaves[source.places[0][0]] for name, source in sources.items()}
 
     def rebuild(new: Mapping[str, Any]) -> Any:
-        unknown = [str(name) for name in new if str(name) not in names]
+        unknown = [str(name) for name in new if str(name) not in sources]
         if unknown:
-            raise GradientError(f'"{unknown[0]}" is no live parameter{suggest(unknown[0], names)}')
-        missing = [name for name in names if name not in new]
+            raise GradientError(f'"{unknown[0]}" is no live parameter{suggest(unknown[0], sources)}')
+        missing = [name for name in sources if name not in new]
         if missing:
             raise GradientError(f'the mapping lacks the live parameter "{missing[0]}"')
         leaves = list(view.leaves)
-        changed = {names[str(name)]: array for name, array in new.items()}
-        for at, array in changed.items():
-            if parameters[at].path not in parameters[at].masked:
-                leaves[view.canonical[at]] = array
-        for at, place, how in view.aliases:
-            if at in changed and view.structure.paths[place] not in parameters[at].masked:
-                leaves[place] = how.apply(changed[at])
+        for name, source in sources.items():
+            array = source.view.undo(new[name], source.parameter.shape)
+            for place, how in source.places:
+                leaves[place] = how.apply(array)
         return view.rebuild(leaves)
 
     return params, rebuild
+
+
+class _Source(NamedTuple):
+    """A live parameter, how its named occurrence is seen from it, and the places and views of all that are not masked."""
+
+    parameter: Parameter
+    view: View
+    places: list[tuple[int, View]]
+
+
+def _name(path: Path, roots: set[Any]) -> str:
+    """The spelling of a path; with more quotes than it needs where it would read as another key of the model's root."""
+    spelled = str(path)
+    return spelled if spelled not in roots or path == (spelled,) else path.quoted
 
 
 def destructure(model: Any) -> tuple[Any, Callable[[Any], Any]]:
@@ -266,6 +285,8 @@ def _joined(arrays: Sequence[Any]) -> Any:
 def _like(part: Any, record: Parameter, array: Any) -> Any:
     if library_of(part) in (None, "numpy"):
         part = part.reshape(record.shape)
+        if isinstance(part, np.ndarray) and np.iscomplexobj(part) and not np.iscomplexobj(array):
+            part = part.real
         return part if part.dtype == array.dtype else part.astype(array.dtype)
     library = namespace_of(part)
     return library.astype(library.reshape(part, record.shape), getattr(library, dtype_name(array)), copy=False)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 from warnings import warn
 
-from optimisers.backends.base import trainable_dtype
+from optimisers.backends.arrays import itemsize_of, trainable_dtype
 from optimisers.errors import DtypeError, HyperparameterError, OptimiserWarning, PathError, StateError
 from optimisers.model.layout import Parameter
 from optimisers.model.reading import parameters_of
@@ -102,13 +102,12 @@ def _assign(wish: Any, records: list[Parameter]) -> tuple[list[Rule], list[int]]
     else:
         kind = "The model comes second. " if not isinstance(wish, (str, int, float)) else ""
         raise HyperparameterError(f"setup takes a rule, a mapping of rules or a function, not {type(wish).__name__}. {kind}")
-    rules: list[Rule] = []
+    numbers: dict[Rule, int] = {}
     for record, each in zip(records, chosen, strict=True):
         if not isinstance(each, Rule):
             raise HyperparameterError(f"{record.path}: {each!r} is not a rule")
-        if each not in rules:
-            rules.append(each)
-    numbers = {rule: at for at, rule in enumerate(rules)}
+        numbers.setdefault(each, len(numbers))
+    rules = list(numbers)
     return rules or list(_any_rule(wish)), [numbers[each] for each in chosen]
 
 
@@ -144,11 +143,13 @@ def _by_selectors(wish: Mapping[Any, Rule], records: list[Parameter]) -> list[Ru
 
 
 def _dtype(wish: Any) -> str:
+    """The name of a dtype given as a name, as NumPy's, as PyTorch's or as Python's `float`."""
+    given = "float64" if wish is float else wish
     name = (
-        wish
-        if isinstance(wish, str)
-        else getattr(wish, "name", None) or getattr(wish, "__name__", None) or str(wish).rpartition(".")[2]
+        given
+        if isinstance(given, str)
+        else getattr(given, "name", None) or getattr(given, "__name__", str(given).rpartition(".")[2])
     )
-    if not isinstance(name, str) or not trainable_dtype(name) or name.startswith(("complex", "clong")):
+    if not isinstance(name, str) or not trainable_dtype(name) or name.startswith("c") or itemsize_of(name) is None:
         raise DtypeError(f"state_dtype={wish!r} is no floating dtype")
     return name

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from optimisers.backends.base import library_of, namespace_of
+from optimisers.backends.arrays import dtype_name, itemsize_of, library_of, namespace_of
 from optimisers.errors import HyperparameterError, PathError, StateError, suggest
 from optimisers.model import rewrite
 from optimisers.model.layout import Layout, Parameter, Runs
@@ -46,10 +46,17 @@ class Leaf:
     ties: Mapping[Path, str]
     masked: frozenset[Path]
 
+    def __repr__(self) -> str:
+        notes = [f"slots={list(self.slots)}", f"step={self.step}"]
+        notes += ["frozen"] if self.frozen else []
+        notes += [f"frozen_rows={self.frozen_rows}"] if self.frozen_rows else []
+        notes += [f"ties={list(map(str, self.ties))}"] if self.ties else []
+        return f"Leaf({str(self.path)!r}, {self.dtype}{list(self.shape)}, {self.rule!r}, {', '.join(notes)})"
+
     @property
     def nbytes(self) -> int:
         """The bytes of its slots."""
-        return sum(int(np.prod(slot.shape, dtype=np.int64)) * slot.dtype.itemsize for slot in self.slots.values())
+        return sum(int(np.prod(slot.shape, dtype=np.int64)) * (itemsize_of(dtype_name(slot)) or 0) for slot in self.slots.values())
 
 
 class State:
@@ -105,7 +112,7 @@ class State:
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
-        """The record of every parameter, in traversal order."""
+        """The record of every parameter, in traversal order; places that were untied come last."""
         return self.layout.parameters
 
     def __len__(self) -> int:
@@ -115,7 +122,7 @@ class State:
         return (parameter.path for parameter in self.layout.parameters)
 
     def __contains__(self, path: object) -> bool:
-        return isinstance(path, (str, tuple)) and Path(path) in self.layout.index
+        return isinstance(path, (str, int, tuple)) and Path(path) in self.layout.index
 
     def __getitem__(self, path: "str | int | tuple[Any, ...]") -> "Leaf | State":
         key = Path(path)
@@ -193,14 +200,14 @@ class State:
         **Arguments:**
 
         - `selector`: which parameters; all by default.
-        - `rows`: only these rows of parameters with frozen rows. Without it, all rows thaw.
+        - `rows`: only these rows, the others stay as they are. Without it, all rows thaw.
 
         **Raises** `PathError` when nothing matches; `ShapeError` for rows that do not fit.
         """
         chosen = matching(self.layout.parameters, selector)
         if rows is None:
             return self._with(chosen, lambda parameter: parameter._replace(frozen=False, frozen_rows=()))
-        return self._with(chosen, lambda parameter: rewrite.with_rows(parameter, rows, frozen=False)._replace(frozen=False))
+        return self._with(chosen, lambda parameter: rewrite.with_rows(parameter, rows, frozen=False))
 
     def mask(self, selector: Selectable) -> "State":
         """Let occurrences no longer contribute to the gradient of their parameter, which trains on from its others.
@@ -290,7 +297,7 @@ class State:
     def replace(self, selector: Selectable, rule: Rule | None = None) -> "State":
         """Give parameters another rule. Slots that both rules have under one name are kept, and with them the count.
 
-        Other slots start at zero.
+        Other slots start at zero; so does the count when a member of the new rule keeps none of its slots.
 
         `replace(rule)` replaces the rule of all parameters.
 
@@ -307,8 +314,11 @@ class State:
         for at in chosen:
             old = self.leaf(at)
             check_rule(rule, parameters[at])
-            kept = [old.slots.get(name) for name, _ in program.slots]
-            fresh = not any(slot is not None for slot in kept) and bool(program.slots)
+            kinds = dict(self.layout.programs[parameters[at].group].slots)
+            kept = [old.slots.get(name) if kinds.get(name) == kind else None for name, kind in program.slots]
+            # Counts correct the bias of moments; what a gate has gathered is none.
+            spans = [span for member, span in zip(program.members, program.spans, strict=True) if member.slots and not member.gate]
+            fresh = any(all(slot is None for slot in kept[span]) for span in spans)
             parameters[at] = parameters[at]._replace(
                 group=len(self.rules), counter=len(counters) if fresh else parameters[at].counter
             )

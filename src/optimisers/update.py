@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from optimisers.backends.array_api import namespace
-from optimisers.backends.base import Batch, backend_for, reference_only_is_set
+from optimisers.backends.base import Batch
+from optimisers.backends.choose import backend_for, reference_only_is_set
 from optimisers.errors import TieError
 from optimisers.gradients import gather
 from optimisers.model.layout import Layout, slot_dtypes
@@ -76,6 +77,8 @@ def _step(state: State, model: Any, grads: Any, *, in_place: bool) -> tuple[Stat
         view.check_ties()
     arrays, changed = _apart(state, view)
     jobs = [_Job(part, state, arrays, gradients, in_place) for part in plan.parts]
+    if in_place:
+        _untangle(jobs)
     for job in jobs:
         job.part.backend.prepare(job.batch)
     memory = _decide(jobs, state)
@@ -119,6 +122,21 @@ def _apart(state: State, view: Opened) -> tuple[Sequence[Any], dict[int, Any]]:
                     f'call state.tie("{parameter.path}", "{other}"), or copy one of them'
                 )
     return arrays, changed
+
+
+def _untangle(jobs: list["_Job"]) -> None:
+    """Copy gradients that lie in the memory of parameters, which are about to be written (the gradient of a·b is b)."""
+    batches = [job.batch for job in jobs if job.batch.library == "numpy"]
+    written = {_owner(param) for batch in batches for param in batch.params}
+    for batch in batches:
+        if not written.isdisjoint(map(_owner, batch.grads)):
+            batch.grads = [grad.copy() if _owner(grad) in written else grad for grad in batch.grads]
+
+
+def _owner(array: Any) -> int:
+    """The object that owns an array's memory."""
+    base = getattr(array, "base", None)
+    return id(array if base is None else base)
 
 
 def _replaced(slots: tuple[Any, ...], members: Sequence[int], new: Sequence[Any]) -> tuple[Any, ...]:

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from optimisers.backends.base import Batch, check, compute_dtype, dtype_name, namespace_of
+from optimisers.backends.arrays import compute_dtype, dtype_name, namespace_of, numpy_dtype
+from optimisers.backends.base import Batch, check
 from optimisers.rules.program import Program
 
 __all__ = ["Namespace", "fuses", "namespace", "prepare", "run", "sums", "zeros"]
@@ -97,7 +98,7 @@ def fuses(program: Program, dtypes: tuple[str, ...]) -> bool:
 def zeros(shape: tuple[int, ...], dtype: str, library: str, device: Any) -> Any:
     """A fresh slot."""
     if library == "numpy":
-        return np.zeros(shape, _numpy_dtype(dtype))
+        return np.zeros(shape, numpy_dtype(dtype))
     made = _import(library)
     return made.zeros(shape, dtype=getattr(made, dtype), device=device)
 
@@ -121,7 +122,7 @@ class Prepared(NamedTuple):
 
 def prepare_numpy(batch: Batch) -> Prepared:
     """Contiguous parameters and slots to write into, and gradients in the dtype of the arithmetic."""
-    dtype, compute = _numpy_dtype(batch.dtype), _numpy_dtype(compute_dtype(batch.dtype))
+    dtype, compute = numpy_dtype(batch.dtype), numpy_dtype(compute_dtype(batch.dtype))
     params = [p if batch.in_place and ready(p, dtype) else np.array(p, dtype, order="C", subok=False) for p in batch.params]
     grads = [np.ascontiguousarray(g, compute).reshape(shape) for g, shape in zip(batch.grads, batch.shapes, strict=True)]
     slots = [tuple(s if batch.in_place and ready(s, s.dtype) else np.array(s, order="C") for s in slots) for slots in batch.slots]
@@ -134,8 +135,11 @@ def ready(array: np.ndarray, dtype: np.dtype) -> bool:
     return type(array) is np.ndarray and array.dtype == dtype and bool(flags.c_contiguous and flags.writeable and flags.aligned)
 
 
-def finish_numpy(batch: Batch, params: list[np.ndarray]) -> list[np.ndarray]:
-    """The parameters to put into the model: the old arrays where they could be written, else the ones worked on."""
+def finish_numpy(batch: Batch, step: bool) -> list[np.ndarray]:
+    """The parameters to put into the model: the old arrays where nothing moved or they could be written, else the new."""
+    params = batch.prepared.params
+    if not step or params is batch.params:
+        return batch.params
     if not batch.in_place:
         return params
     return [_written(old, new) for old, new in zip(batch.params, params, strict=True)]
@@ -184,7 +188,7 @@ def run(batch: Batch, length: int, *, step: bool) -> tuple[list[Any], list[tuple
                 _run_numpy(batch, at, program, h, step)
             else:
                 new[at], new_slots[at] = _run_array(batch, at, program, h, step)
-    return (finish_numpy(batch, new) if batch.prepared else new), new_slots
+    return (finish_numpy(batch, step) if batch.prepared else new), new_slots
 
 
 def _run_numpy(batch: Batch, at: int, program: Program, h: list[Any], step: bool) -> None:
@@ -212,19 +216,21 @@ def _run_array(batch: Batch, at: int, program: Program, h: list[Any], step: bool
     library = xp._library
     g, new = _through(program, xp, g, p, h, old)
     rows = _row_mask(batch.live_rows[at], batch.shapes[at])
-    slots = []
+    slots: list[Any] = []
     for before, value in zip(batch.slots[at], new, strict=True):
-        slots.append(_kept(library, before, value, rows, inputs=(batch.params[at], batch.grads[at])))
+        # A kernel may return an array that it was given, or one array twice; each slot has memory of its own.
+        shared = any(value is each for each in (batch.params[at], batch.grads[at], p, g, *slots))
+        slots.append(_kept(library, before, value, rows, copy=shared))
     before = batch.params[at]
-    return (_kept(library, before, p - g, rows, inputs=()) if step else before), tuple(slots)
+    return (_kept(library, before, p - g, rows, copy=False) if step else before), tuple(slots)
 
 
-def _kept(library: Any, before: Any, value: Any, rows: np.ndarray | None, inputs: tuple[Any, ...]) -> Any:
+def _kept(library: Any, before: Any, value: Any, rows: np.ndarray | None, *, copy: bool) -> Any:
     """A new array of the old dtype, the frozen rows taken from the old one."""
     if value is None:
         return before
     value = library.asarray(value)
-    value = library.astype(library.broadcast_to(value, before.shape), before.dtype, copy=any(value is each for each in inputs))
+    value = library.astype(library.broadcast_to(value, before.shape), before.dtype, copy=copy)
     if rows is None or tuple(before.shape[:1]) != rows.shape:
         return value
     mask = library.reshape(library.asarray(rows), (-1, *(1,) * (len(before.shape) - 1)))
@@ -271,7 +277,7 @@ def _numpy_pieces(
 ) -> Iterator[tuple[Namespace, np.ndarray, np.ndarray, list[np.ndarray], slice]]:
     p, g, s = batch.prepared.params[at], batch.prepared.grads[at], batch.prepared.slots[at]
     xp = namespace(np)
-    compute = _numpy_dtype(compute_dtype(batch.dtype))
+    compute = numpy_dtype(compute_dtype(batch.dtype))
     if whole:
         rows = _row_mask(batch.live_rows[at], p.shape)
         if rows is not None:
@@ -322,16 +328,6 @@ def _sum(part: Any, rows: np.ndarray | None) -> float:
     library = np if isinstance(part, (np.ndarray, np.generic)) else namespace_of(part)
     live: Any = part
     return float(library.sum(live if rows is None else live[library.asarray(rows)]))
-
-
-@cache
-def _numpy_dtype(name: str) -> np.dtype:
-    try:
-        return np.dtype(name)
-    except TypeError:
-        import ml_dtypes
-
-        return np.dtype(getattr(ml_dtypes, name))
 
 
 def _import(library: str) -> Any:

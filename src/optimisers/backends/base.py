@@ -1,37 +1,17 @@
-"""What a backend is, which one runs a batch, and what can be asked of any array."""
+"""What a backend is, the batch that it runs, and the checks that every batch has to pass."""
 
-import importlib.util
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
 from types import SimpleNamespace
 from typing import Any, Protocol
 
-import array_api_compat
 import numpy as np
 
+from optimisers.backends.arrays import dtype_name, library_of, trainable_dtype
 from optimisers.errors import DtypeError, GradientError, ModelError, ShapeError
 from optimisers.rules.program import Program
 
-__all__ = [
-    "Backend",
-    "Batch",
-    "Memory",
-    "backend_for",
-    "check",
-    "compute_dtype",
-    "dtype_name",
-    "library_of",
-    "memory_of",
-    "namespace_of",
-    "real_dtype",
-    "reference_only",
-    "slot_dtype",
-    "trainable_dtype",
-]
+__all__ = ["Backend", "Batch", "Runs", "check", "check_gradient", "check_parameter"]
 
 Runs = tuple[tuple[int, int], ...]
 """Ranges of rows (start, stop), ascending and apart."""
@@ -91,153 +71,6 @@ class Backend(Protocol):
     def run(self, batch: Batch, length: int, *, step: bool) -> tuple[list[Any], list[tuple[Any, ...]]]:
         """Run the first members, and subtract the outcome where `step`; returns the new parameters and slots."""
         ...
-
-
-_reference_only: ContextVar[bool] = ContextVar("reference_only", default=False)
-
-
-@contextmanager
-def reference_only() -> Iterator[None]:
-    """Run every step inside in the reference backend, as if Numba were not installed.
-
-    Example:
-        >>> import optimisers as op
-        >>> with op.reference_only():
-        ...     pass
-    """
-    token = _reference_only.set(True)
-    try:
-        yield
-    finally:
-        _reference_only.reset(token)
-
-
-def backend_for(library: str, program: Program, dtypes: tuple[str, ...]) -> Any:
-    """The module that runs such a batch. It is imported when first needed."""
-    if library == "numpy" and program.elementwise and not _reference_only.get() and _has_numba():
-        from optimisers.backends import numba
-
-        if numba.fuses(program, dtypes):
-            return numba
-    from optimisers.backends import array_api
-
-    return array_api
-
-
-def reference_only_is_set() -> bool:
-    """Whether the reference backend is asked for."""
-    return _reference_only.get()
-
-
-@lru_cache(maxsize=1)
-def _has_numba() -> bool:
-    return importlib.util.find_spec("numba") is not None
-
-
-# What can be asked of any array ---------------------------------------------------------------------------------------
-
-
-def library_of(value: Any) -> str | None:
-    """The array library that a value belongs to, or `None` when it is no array.
-
-    >>> import numpy as np
-    >>> library_of(np.ones(2)), library_of(1.0), library_of(np.float32(1))
-    ('numpy', None, None)
-    """
-    return _library(type(value))
-
-
-@cache
-def _library(kind: type) -> str | None:
-    if issubclass(kind, np.ndarray):
-        return "numpy"
-    root = kind.__module__.partition(".")[0]
-    for name, base in (("torch", "Tensor"), ("jax", "Array")):
-        module = sys.modules.get(name)
-        # JAX tracers pass for arrays of its abstract class only by instance; their type still descends from it in name.
-        if module is not None and (issubclass(kind, getattr(module, base)) or (root == name and "Tracer" in kind.__name__)):
-            return name
-    return root if hasattr(kind, "__array_namespace__") and not issubclass(kind, np.generic) else None
-
-
-def namespace_of(array: Any) -> Any:
-    """The array-API namespace of an array."""
-    return array_api_compat.array_namespace(array)
-
-
-def dtype_name(array: Any) -> str:
-    """The name of an array's dtype, alike for all libraries: `"float32"`."""
-    return _dtype_name(array.dtype)
-
-
-@cache
-def _dtype_name(dtype: Any) -> str:
-    name = getattr(dtype, "name", None)
-    return name if isinstance(name, str) else str(dtype).rpartition(".")[2]
-
-
-def trainable_dtype(name: str) -> bool:
-    """Whether arrays of this dtype are parameters: floating or complex."""
-    return name.startswith(("float", "bfloat", "complex", "longdouble", "clongdouble"))
-
-
-def compute_dtype(name: str) -> str:
-    """The dtype that the arithmetic of a parameter runs in: float32 for everything shorter."""
-    short = name == "float16" or name.startswith(("bfloat", "float8_", "float6_", "float4_"))
-    return "float32" if short else name
-
-
-def real_dtype(name: str) -> str:
-    """The dtype of the real part."""
-    return {"complex64": "float32", "complex128": "float64", "complex256": "float128", "clongdouble": "longdouble"}.get(name, name)
-
-
-def slot_dtype(parameter: str, real: bool, wish: str | None) -> str:
-    """The dtype of a slot: the wish, made complex where the parameter is and the slot is not real."""
-    base = compute_dtype(parameter)
-    if wish is not None:
-        base = {"float32": "complex64", "float64": "complex128"}.get(wish, wish) if base.startswith("complex") else wish
-    return real_dtype(base) if real else base
-
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """Where an array lies: the address of its first element, shape, strides in bytes, and bytes of an element."""
-
-    address: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    itemsize: int
-
-    @property
-    def bounds(self) -> tuple[int, int]:
-        """The lowest address, and the one after the highest byte."""
-        low = high = self.address
-        for size, stride in zip(self.shape, self.strides, strict=True):
-            low += min(0, (size - 1) * stride)
-            high += max(0, (size - 1) * stride)
-        return low, high + self.itemsize
-
-    @property
-    def dense(self) -> tuple[int, ...] | None:
-        """The order of the axes under which the array is C-contiguous, or `None` when there is none."""
-        order = tuple(sorted(range(len(self.shape)), key=lambda axis: (-self.strides[axis], axis)))
-        expected = self.itemsize
-        for axis in reversed(order):
-            if self.shape[axis] != 1 and self.strides[axis] != expected:
-                return None
-            expected *= self.shape[axis]
-        return order
-
-
-def memory_of(array: Any, library: str) -> Memory | None:
-    """Where an array lies, for libraries whose arrays may share memory; `None` where identity alone counts."""
-    if library == "numpy":
-        return Memory(array.__array_interface__["data"][0], array.shape, array.strides, array.itemsize)
-    if library == "torch":
-        size = array.element_size()
-        return Memory(array.data_ptr(), tuple(array.shape), tuple(stride * size for stride in array.stride()), size)
-    return None
 
 
 def check(batch: Batch) -> None:

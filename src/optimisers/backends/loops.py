@@ -24,7 +24,7 @@ from numba.core.errors import NumbaError
 from numba.extending import intrinsic
 
 from optimisers.backends import elementwise
-from optimisers.backends.base import real_dtype
+from optimisers.backends.arrays import real_dtype
 from optimisers.errors import OptimiserWarning
 from optimisers.rules.program import Program
 
@@ -82,7 +82,7 @@ def _build(program: Program, dtypes: tuple[str, ...], columns: tuple[tuple[str, 
         scope["m"] = numba.njit(measure, **elementwise.OPTIONS)
     marks = [_fingerprint(function) for function in (*kernels, measure) if function is not None]
     # The name is the function's identity to Numba, so each has its own.
-    name = f"loop_{_digest(source, marks)}"
+    name = f"loop_{_digest(source, marks, columns)}"
     source = source.replace("def run(", f"def {name}(")
     path = None if None in marks else _keep(source, name)
     exec(compile(source, str(path or "<optimisers>"), "exec"), scope)
@@ -149,9 +149,9 @@ def _load(value: str, dtype: str, parameter: str) -> str:
 # The cache on disk ----------------------------------------------------------------------------------------------------
 
 
-def _digest(source: str, marks: Sequence[str | None]) -> str:
+def _digest(source: str, marks: Sequence[str | None], columns: tuple[tuple[str, ...], ...]) -> str:
     scalars = FilePath(elementwise.__file__).read_bytes()
-    return hashlib.sha256(repr((source, marks, scalars, numba.__version__)).encode()).hexdigest()[:32]
+    return hashlib.sha256(repr((source, marks, columns, scalars, numba.__version__)).encode()).hexdigest()[:32]
 
 
 def _keep(source: str, name: str) -> FilePath | None:

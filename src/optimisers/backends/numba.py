@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -17,7 +17,8 @@ from numba import carray  # type: ignore[attr-defined]  # Numba exports it witho
 
 from optimisers.backends import array_api
 from optimisers.backends.array_api import Prepared, element_ranges, finish_numpy, prepare_numpy, zeros
-from optimisers.backends.base import Batch, check, real_dtype
+from optimisers.backends.arrays import real_dtype
+from optimisers.backends.base import Batch, check
 from optimisers.backends.loops import DTYPES, compile_at_once, loop, pointer
 from optimisers.rules.program import Program
 
@@ -97,6 +98,19 @@ class _Expected:
         return _reader()(objects, kind, native, self.dims, self.shapes, flags, out) == len(arrays)
 
 
+class _Work(NamedTuple):
+    """What a batch is, whatever its arrays. As an object it stands for the batch among the addresses that a state keeps."""
+
+    expected: _Expected
+    chunks: np.ndarray
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
 # The batch ------------------------------------------------------------------------------------------------------------
 
 
@@ -107,11 +121,9 @@ def fuses(program: Program, dtypes: tuple[str, ...]) -> bool:
 
 def prepare(batch: Batch) -> None:
     """Read the addresses of all arrays; arrays that cannot be used as they are (strided, read-only, cast) are copied."""
-    expected = batch.plan.get("expected")
-    if expected is None:
-        expected = batch.plan["expected"] = _Expected(batch.shapes)
-        batch.plan["token"] = object()
-        batch.plan["chunks"] = _chunks(batch)
+    if "work" not in batch.plan:
+        batch.plan["work"] = _Work(_Expected(batch.shapes), _chunks(batch))
+    expected = batch.plan["work"].expected
     addresses = np.empty((2 + len(batch.slot_dtypes), len(batch.params)), np.int64)
     fine = expected.read(batch.grads, batch.dtype, addresses[1], writeable=False)
     fine = expected.read(batch.params, batch.dtype, addresses[0], writeable=batch.in_place) and fine
@@ -128,7 +140,7 @@ def prepare(batch: Batch) -> None:
 
 def _read_slots(batch: Batch, expected: _Expected, addresses: np.ndarray) -> bool:
     """The addresses of the slots: kept as long as the slots are the same objects."""
-    key = batch.plan["token"]
+    key = batch.plan["work"]
     if key in batch.addresses:
         addresses[2:] = batch.addresses[key]
         return True
@@ -145,7 +157,7 @@ def sums(batch: Batch, member: int) -> Sequence[np.ndarray]:
     function = _function(batch, member + 1, "measure")
     if function is None:
         return array_api.sums(batch, member)
-    addresses, chunks, table = batch.prepared.addresses, batch.plan["chunks"], _table(batch, member + 1)
+    addresses, chunks, table = batch.prepared.addresses, batch.plan["work"].chunks, _table(batch, member + 1)
     parts = np.zeros((batch.program.members[member].sums, len(chunks)))
     _share(chunks, lambda first, last: function(addresses, table, chunks, first, last, parts))
     return [np.bincount(chunks[:, 0], part, minlength=len(batch.params)) for part in parts]
@@ -153,15 +165,15 @@ def sums(batch: Batch, member: int) -> Sequence[np.ndarray]:
 
 def run(batch: Batch, length: int, *, step: bool) -> tuple[list[Any], list[tuple[Any, ...]]]:
     """Run the first members in one pass."""
-    params, _, slots, addresses = batch.prepared
+    _, _, slots, addresses = batch.prepared
     if not step and not any(member.slots for member in batch.program.members[:length]):
-        return batch.params, slots
+        return batch.params, batch.slots
     function = _function(batch, length, "step" if step else "hold")
     if function is None:
         return array_api.run(batch, length, step=step)
-    table, chunks = _table(batch, length), batch.plan["chunks"]
+    table, chunks = _table(batch, length), batch.plan["work"].chunks
     _share(chunks, lambda first, last: function(addresses, table, chunks, first, last))
-    return (params if params is batch.params else finish_numpy(batch, params)), slots
+    return finish_numpy(batch, step), slots
 
 
 def _function(batch: Batch, length: int, purpose: str) -> Callable[..., None] | None:
@@ -189,11 +201,10 @@ def _chunks(batch: Batch) -> np.ndarray:
 def _table(batch: Batch, length: int) -> np.ndarray:
     """The scalars of the first members: one column a parameter."""
     rows = [values for scalars in batch.scalars[:length] for values in scalars.values()]
-    table = np.array(rows, real_dtype(batch.dtype)).reshape(len(rows), -1)
-    index = batch.row
-    if table.shape[1] != len(batch.params) or not isinstance(index, range):
-        table = table[:, index] if rows else np.zeros((0, len(batch.params)), table.dtype)
-    return np.ascontiguousarray(table)
+    if not rows:
+        return np.zeros((0, len(batch.params)), real_dtype(batch.dtype))
+    table = np.array(rows, real_dtype(batch.dtype))
+    return table if isinstance(batch.row, range) else np.ascontiguousarray(table[:, batch.row])
 
 
 # Threads --------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from optimisers.backends.base import slot_dtype
+from optimisers.backends.arrays import slot_dtype
 from optimisers.model.paths import Path
 from optimisers.model.ties import SAME, View
 from optimisers.rules.program import Program

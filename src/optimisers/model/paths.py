@@ -53,6 +53,11 @@ class Path(tuple[Hashable, ...]):
         """The path of one child: `path / "weight"`."""
         return Path((*self, key))
 
+    @property
+    def quoted(self) -> str:
+        """The spelling with every key in quotes or brackets: another spelling of the same path."""
+        return ".".join([_quote(key) if isinstance(key, str) else f"[{key!r}]" for key in self])
+
     def startswith(self, branch: tuple[Hashable, ...]) -> bool:
         """Whether this path is the branch itself or lies below it."""
         return self[: len(branch)] == branch
@@ -124,11 +129,15 @@ def _spell(key: Hashable) -> str:
     if isinstance(key, str):
         if _PLAIN.fullmatch(key) and not _INTEGER.fullmatch(key):
             return str(key)
-        escaped = key.replace("\\", "\\\\").replace('"', '\\"')
-        return f'"{escaped}"'
+        return _quote(key)
     if isinstance(key, int) and not isinstance(key, bool):
         return str(int(key))
     return f"[{key!r}]"
+
+
+def _quote(key: str) -> str:
+    escaped = key.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
 
 
 def _tokens(spelling: str) -> list[str]:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from optimisers.backends.base import dtype_name, library_of, trainable_dtype
+from optimisers.backends.arrays import dtype_name, library_of, trainable_dtype
 from optimisers.errors import ModelError, TieError, suggest
 from optimisers.model.layout import Alias, Layout, Parameter
 from optimisers.model.paths import Path
@@ -83,8 +83,13 @@ class Opened:
         for at, place, view in self.aliases:
             array, alias = self.leaves[self.canonical[at]], self.leaves[place]
             parameter = self.layout.parameters[at]
-            if array is alias or parameter.frozen or library_of(alias) is None or tuple(array.shape) != parameter.shape:
+            if array is alias or parameter.frozen or library_of(array) is None or tuple(array.shape) != parameter.shape:
                 continue
+            if library_of(alias) is None:
+                raise ModelError(
+                    f"{self.structure.paths[place]} is tied to {parameter.path}, but the model holds {type(alias).__name__} there; "
+                    "put the array back, or make a state for the changed model"
+                )
             if not same_memory(array, alias, view) and not _equal(view.apply(array), alias):
                 raise TieError(
                     f"{parameter.path} and {self.structure.paths[place]} are tied, but the model holds different values there; "
@@ -114,7 +119,7 @@ def open_with(layout: Layout, model: Any) -> Opened:
     known: list[_Places] = layout.cache.setdefault("places", [])
     for places in known:
         leaves = places.structure.leaves_of(model)
-        if leaves is not None and all(type(leaves[at]) is kind for at, kind in places.others):
+        if leaves is not None and all(type(leaves[at]) is kind and not _trains(leaves[at]) for at, kind in places.others):
             return Opened(layout, model, leaves, places)
     leaves, structure = opened(model)
     places = _find(layout, structure, leaves)
@@ -140,7 +145,7 @@ def _find(layout: Layout, structure: Structure, leaves: list[Any]) -> _Places:
     canonical = tuple(at[parameter.path] for parameter in layout.parameters)
     aliases = tuple((k, at[alias.path], alias.view) for k, parameter in enumerate(layout.parameters) for alias in parameter.aliases)
     taken = {*canonical, *(place for _, place, _ in aliases)}
-    others = tuple((place, type(leaf)) for place, leaf in enumerate(leaves) if place not in taken)
+    others = tuple((place, type(leaf)) for place, leaf in enumerate(leaves) if place not in taken and not _trains(leaf))
     return _Places(structure, canonical, picker(canonical), aliases, others)
 
 
@@ -152,7 +157,8 @@ def _equal(a: Any, b: Any) -> bool:
     if library_of(a) != library_of(b) or tuple(a.shape) != tuple(b.shape):
         return False
     try:
-        return bool((a == b).all()) if hasattr(a, "all") else bool(a.__array_namespace__().all(a == b))
+        same = (a == b) | ((a != a) & (b != b))
+        return bool(same.all()) if hasattr(same, "all") else bool(a.__array_namespace__().all(same))
     except Exception as error:  # a traced array has no values to compare
         if "racer" in type(error).__name__:
             return True

@@ -4,10 +4,10 @@ from typing import Any
 
 import numpy as np
 
-from optimisers.errors import ShapeError, TieError
-from optimisers.model.layout import Alias, Parameter, mask_of, runs_of
+from optimisers.errors import ShapeError, StateError, TieError
+from optimisers.model.layout import Alias, Parameter, Runs, mask_of, runs_of
 from optimisers.model.paths import Path
-from optimisers.model.ties import SAME, View, named_view, shape_through
+from optimisers.model.ties import SAME, View, named_view, rows_through, shape_through
 
 __all__ = ["below", "tied", "untied", "with_rows"]
 
@@ -58,7 +58,7 @@ def untied(parameter: Parameter, path: Path) -> tuple[Parameter, Parameter, View
         owners=alias.owners,
         aliases=(),
         masked=parameter.masked & {path},
-        frozen_rows=parameter.frozen_rows if alias.view == SAME else (),
+        frozen_rows=_rows_seen(parameter, alias),
     )
     return rest, alone, alias.view
 
@@ -80,9 +80,19 @@ def below(parameter: Parameter, branch: Path) -> tuple[Parameter, View] | None:
         owners=first.owners[len(branch) :],
         aliases=aliases,
         masked=frozenset(path.below(branch) for path in parameter.masked if path.startswith(branch)),
-        frozen_rows=parameter.frozen_rows if first.view == SAME else (),
+        frozen_rows=_rows_seen(parameter, first),
     )
     return record, first.view
+
+
+def _rows_seen(parameter: Parameter, alias: Alias) -> Runs:
+    """The frozen rows, as the alias has them."""
+    if parameter.frozen_rows and not rows_through(alias.view, parameter.shape):
+        raise StateError(
+            f"rows of {parameter.path} are frozen, and at {alias.path}, where it is seen {alias.view}, they are no rows; "
+            "thaw them first"
+        )
+    return parameter.frozen_rows
 
 
 def _from_alias(shape: tuple[int, ...], first: View, other: View) -> View:
@@ -114,4 +124,7 @@ def with_rows(parameter: Parameter, rows: Any, *, frozen: bool) -> Parameter:
     except (IndexError, TypeError, ValueError) as error:
         raise ShapeError(f"{parameter.path} has {size} rows, and rows={rows!r} does not fit them: {error}") from None
     before = mask_of(parameter.frozen_rows, size)
-    return parameter._replace(frozen_rows=runs_of(before | chosen if frozen else before & ~chosen))
+    if frozen:
+        return parameter._replace(frozen_rows=runs_of(before | chosen))
+    # A parameter that was frozen whole now has all its other rows frozen.
+    return parameter._replace(frozen=False, frozen_rows=runs_of((before | parameter.frozen) & ~chosen))

@@ -4,7 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from optimisers.backends.base import backend_for, namespace_of
+from optimisers.backends.arrays import namespace_of
+from optimisers.backends.choose import backend_for
 from optimisers.errors import StateError
 from optimisers.model.layout import Parameter, slot_dtypes
 from optimisers.rules.base import Rule

@@ -1,16 +1,16 @@
 """Which occurrences are one parameter: the same object, or the same memory seen through a transpose or a reshape."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from optimisers.backends.base import Memory, library_of, memory_of, namespace_of
+from optimisers.backends.arrays import Memory, library_of, memory_of, namespace_of
 from optimisers.errors import TieError
 from optimisers.model.paths import Path
 
-__all__ = ["SAME", "View", "find_ties", "named_view", "same_memory", "shape_through"]
+__all__ = ["SAME", "View", "find_ties", "named_view", "rows_through", "same_memory", "shape_through"]
 
 
 class View(NamedTuple):
@@ -66,6 +66,13 @@ def _reshaped(array: Any, shape: tuple[int, ...]) -> Any:
 def shape_through(view: View, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of an alias of a parameter of this shape."""
     return shape if view == SAME else view.apply(np.empty(shape, np.bool_)).shape
+
+
+def rows_through(view: View, shape: tuple[int, ...]) -> bool:
+    """Whether the rows of a parameter of this shape are the rows of the alias too."""
+    kept = view.first is None or view.first[:1] == (0,)
+    kept = kept and (view.shape is None or view.shape[:1] == shape[:1])
+    return kept and (view.last is None or view.last[:1] == (0,))
 
 
 def named_view(name: str | None, parameter: tuple[int, ...], alias: tuple[int, ...]) -> View | None:
@@ -184,11 +191,10 @@ def _view(a: Memory, b: Memory) -> View | None:
     moved = _transposition(a, b)
     if moved is not None:
         return View(first=moved)
-    order, wanted = a.dense, b.dense
-    if order is None or wanted is None or _size(a.shape) != _size(b.shape):
+    if a.address != b.address or a.runs != b.runs:
         return None
-    flat = tuple(b.shape[axis] for axis in wanted)
-    return View(_unless_plain(order), flat, _unless_plain(_inverse(wanted) or ()))
+    flat = tuple(b.shape[axis] for axis in b.order)
+    return View(_unless_plain(a.order), flat, _unless_plain(_inverse(b.order) or ()))
 
 
 def _transposition(a: Memory, b: Memory) -> tuple[int, ...] | None:
@@ -205,7 +211,3 @@ def _transposition(a: Memory, b: Memory) -> tuple[int, ...] | None:
 
 def _unless_plain(order: tuple[int, ...]) -> tuple[int, ...] | None:
     return None if order == tuple(range(len(order))) else order
-
-
-def _size(shape: Iterable[int]) -> int:
-    return int(np.prod(tuple(shape), dtype=np.int64))

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import optree
 
-from optimisers.backends.base import library_of
+from optimisers.backends.arrays import library_of
 from optimisers.errors import ModelError, OptimiserWarning
 from optimisers.model.paths import Path
 
@@ -162,8 +162,7 @@ def register(
     if names is None and not callable(children) and dataclasses.is_dataclass(cls):
         names = tuple(field.name for field in dataclasses.fields(cls))
     look = children if callable(children) else _attributes(names)
-    put = rebuild or _with_attributes
-    if not _enter(cls, look, put):
+    if not _enter(cls, look, _with_attributes, rebuild):
         raise ModelError(f"{cls.__name__} is registered already")
     if trainable is not None:
         _TRAINABLE[cls] = frozenset(trainable)
@@ -173,18 +172,18 @@ def register(
 class _Shell:
     """What of a node is not among its children. Any two with equal keys are equal: structure is a matter of type and keys.
 
-    Structures are remembered, so a shell must not keep the arrays of the node alive: it refers to the node weakly.
+    Structures are remembered, so a shell must not keep the arrays of the node alive: where it can, it refers to it weakly.
     """
 
     __slots__ = ("keys", "node")
 
-    def __init__(self, node: Any, keys: tuple[Hashable, ...]) -> None:
+    def __init__(self, node: Any, keys: tuple[Hashable, ...], *, whole: bool) -> None:
         self.keys = keys
         try:
             self.node: Callable[[], Any] = weakref.ref(node)
-        except TypeError:  # an object with slots and nothing else: its class is all there is beside its children
-            blank = object.__new__(type(node)) if not isinstance(node, tuple) else tuple.__new__(type(node))
-            self.node = lambda: blank
+        except TypeError:
+            # An object with slots and nothing else: beside its children, its class is all there is.
+            self.node = (lambda: node) if whole else (lambda: None)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Shell) and self.keys == other.keys
@@ -194,19 +193,26 @@ class _Shell:
 
 
 _Look = Callable[[Any], Mapping[Hashable, Any]]
-_Put = Callable[[Any, Mapping[Hashable, Any]], Any]
+_Fill = Callable[[Any, Mapping[Hashable, Any]], Any]
+_Rebuild = Callable[[Any, Mapping[Hashable, Any]], Any]
 
 
-def _enter(cls: type, look: _Look, put: _Put) -> bool:
-    """Register a type with optree; `False` when it is registered already."""
+def _enter(cls: type, look: _Look, fill: _Fill, rebuild: _Rebuild | None = None) -> bool:
+    """Register a type with optree; `False` when it is registered already.
+
+    `fill` puts children into a shallow copy of the node, `rebuild` makes a new node from the node itself.
+    """
 
     def open_(node: Any) -> tuple[tuple[Any, ...], _Shell, tuple[Hashable, ...]]:
         children = look(node)
         keys = tuple(children)
-        return tuple(children.values()), _Shell(node, keys), keys
+        return tuple(children.values()), _Shell(node, keys, whole=rebuild is not None), keys
 
     def close(shell: _Shell, children: Iterable[Any]) -> Any:
-        return put(shell.node(), dict(zip(shell.keys, children, strict=True)))
+        node, new = shell.node(), dict(zip(shell.keys, children, strict=True))
+        if rebuild is not None:
+            return rebuild(node, new)
+        return fill(cls.__new__(cls) if node is None else copy.copy(node), new)  # type: ignore[call-overload]
 
     with _LOCK:
         if cls in _OPEN:
@@ -227,15 +233,13 @@ def _attributes(names: tuple[str, ...] | None) -> _Look:
     return look
 
 
-def _with_attributes(node: Any, children: Mapping[Hashable, Any]) -> Any:
-    made = copy.copy(node)
+def _with_attributes(made: Any, children: Mapping[Hashable, Any]) -> Any:
     for name, value in children.items():
         object.__setattr__(made, str(name), value)
     return made
 
 
-def _with_items(node: Any, children: Mapping[Hashable, Any]) -> Any:
-    made = copy.copy(node)
+def _with_items(made: Any, children: Mapping[Hashable, Any]) -> Any:
     for key, value in children.items():
         made[key] = value
     return made
@@ -255,7 +259,7 @@ def _open_types(kinds: set[type], leaves: list[Any]) -> bool:
         elif issubclass(kind, list):
             opened |= _enter(kind, lambda node: dict(enumerate(node)), _with_items)
         elif issubclass(kind, tuple):
-            opened |= _enter(kind, lambda node: dict(enumerate(node)), lambda node, new: type(node)(new.values()))
+            opened |= _enter(kind, lambda node: dict(enumerate(node)), lambda made, new: type(made)(new.values()))
         else:
             _CLOSED.add(kind)
             _warn_of_hidden_arrays(kind, leaves)

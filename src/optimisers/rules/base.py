@@ -2,9 +2,10 @@
 
 import dataclasses
 import math
-import numbers
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self, TypeAlias, TypeVar, dataclass_transform
+
+import numpy as np
 
 from optimisers.errors import HyperparameterError, suggest
 
@@ -151,7 +152,10 @@ class Rule:
                     f"{type(self).__name__}.{name} is {mine[name]!r}, and {value!r} would change the computation "
                     "and not only a number in it; use state.replace(selector, rule)"
                 )
-        return dataclasses.replace(self, **changes)  # type: ignore[type-var]
+        changed = dataclasses.replace(self, **changes)  # type: ignore[type-var]
+        if (changed.kernel, dict(changed.slots)) != (self.kernel, dict(self.slots)):
+            raise HyperparameterError(f"{changed!r} has other slots than {self!r}; use state.replace(selector, rule)")
+        return changed
 
     def at(self, step: Any) -> Self:
         """This rule with each schedule replaced by its value at a step."""
@@ -211,8 +215,6 @@ def stack(rules: Sequence[Rule]) -> Rule:
 
     `scalars` of the result computes for all of them at once.
     """
-    import numpy as np
-
     first = rules[0]
     if all(each is first for each in rules):
         return first
@@ -249,11 +251,11 @@ def _at(value: Any, step: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """NumPy scalars as Python numbers: they would promote float32 arrays to float64."""
+    """Scalars of array libraries as Python numbers: they would promote float32 arrays to float64. A tracer stays."""
     if isinstance(value, (tuple, list)):
         return tuple(_plain(part) for part in value)
-    if hasattr(value, "dtype") and isinstance(value, numbers.Number):
-        return value.item()  # type: ignore[attr-defined]
+    if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.shape == ()):
+        return value.item()
     return value
 
 

@@ -13,7 +13,8 @@ class AccumGrad(Rule):
     r"""Lets a step through once in `n` calls, with the mean of the gradients of all `n`.
 
     Between firings, parameters, counters and the slots of what follows stay as they are. The window is one for the whole tree. A
-    call without a gradient for some parameter adds nothing to its sum, and the mean still divides by the number of calls.
+    call without a gradient for some parameter adds nothing to its sum, and the mean still divides by the number of calls. A
+    parameter without a gradient in the very call that fires takes no step; its sum goes into the next window.
 
     **Arguments:**
 

@@ -1,0 +1,161 @@
+"""What can be asked of any array: its library, its dtype, where it lies."""
+
+import sys
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import array_api_compat
+import numpy as np
+
+__all__ = [
+    "Memory",
+    "compute_dtype",
+    "dtype_name",
+    "itemsize_of",
+    "library_of",
+    "memory_of",
+    "namespace_of",
+    "numpy_dtype",
+    "real_dtype",
+    "slot_dtype",
+    "trainable_dtype",
+]
+
+
+def library_of(value: Any) -> str | None:
+    """The array library that a value belongs to, or `None` when it is no array.
+
+    >>> import numpy as np
+    >>> library_of(np.ones(2)), library_of(1.0), library_of(np.float32(1))
+    ('numpy', None, None)
+    """
+    return _library(type(value))
+
+
+@cache
+def _library(kind: type) -> str | None:
+    if issubclass(kind, np.ndarray):
+        return "numpy"
+    root = kind.__module__.partition(".")[0]
+    for name, base in (("torch", "Tensor"), ("jax", "Array")):
+        module = sys.modules.get(name)
+        # JAX tracers pass for arrays of its abstract class only by instance; their type still descends from it in name.
+        if module is not None and (issubclass(kind, getattr(module, base)) or (root == name and "Tracer" in kind.__name__)):
+            return name
+    return root if hasattr(kind, "__array_namespace__") and not issubclass(kind, np.generic) else None
+
+
+def namespace_of(array: Any) -> Any:
+    """The array-API namespace of an array."""
+    return array_api_compat.array_namespace(array)
+
+
+def dtype_name(array: Any) -> str:
+    """The name of an array's dtype, alike for all libraries: `"float32"`."""
+    # The type is part of the key, since dtypes of different libraries do not always bear to be compared.
+    return _dtype_name(type(array.dtype), array.dtype)
+
+
+@cache
+def _dtype_name(kind: type, dtype: Any) -> str:
+    name = getattr(dtype, "name", None)
+    return name if isinstance(name, str) else str(dtype).rpartition(".")[2]
+
+
+@cache
+def numpy_dtype(name: str) -> np.dtype:
+    """NumPy's dtype of a name; that of `ml_dtypes` for those which NumPy lacks.
+
+    **Raises** `TypeError` when there is none.
+    """
+    try:
+        return np.dtype(name)
+    except TypeError:
+        import ml_dtypes
+
+        found = getattr(ml_dtypes, name, None)
+        if found is None:
+            raise
+        return np.dtype(found)
+
+
+def itemsize_of(name: str) -> int | None:
+    """The bytes of an element of a dtype, or `None` for a name that is no dtype."""
+    try:
+        return numpy_dtype(name).itemsize
+    except (TypeError, ImportError):
+        return {"bfloat16": 2}.get(name)
+
+
+def trainable_dtype(name: str) -> bool:
+    """Whether arrays of this dtype are parameters: floating or complex."""
+    return name.startswith(("float", "bfloat", "complex", "longdouble", "clongdouble"))
+
+
+def compute_dtype(name: str) -> str:
+    """The dtype that the arithmetic of a parameter runs in: float32 for everything shorter."""
+    short = name == "float16" or name.startswith(("bfloat", "float8_", "float6_", "float4_"))
+    return "float32" if short else name
+
+
+def real_dtype(name: str) -> str:
+    """The dtype of the real part."""
+    return {"complex64": "float32", "complex128": "float64", "complex256": "float128", "clongdouble": "longdouble"}.get(name, name)
+
+
+def slot_dtype(parameter: str, real: bool, wish: str | None) -> str:
+    """The dtype of a slot: the wish, made complex where the parameter is and the slot is not real."""
+    base = compute_dtype(parameter)
+    if wish is not None:
+        base = {"float32": "complex64", "float64": "complex128"}.get(wish, wish) if base.startswith("complex") else wish
+    return real_dtype(base) if real else base
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Where an array lies: the address of its first element, shape, strides in bytes, and bytes of an element."""
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    itemsize: int
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """The lowest address, and the one after the highest byte."""
+        low = high = self.address
+        for size, stride in zip(self.shape, self.strides, strict=True):
+            low += min(0, (size - 1) * stride)
+            high += max(0, (size - 1) * stride)
+        return low, high + self.itemsize
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The axes from the widest stride to the narrowest."""
+        return tuple(sorted(range(len(self.shape)), key=lambda axis: (-abs(self.strides[axis]), axis)))
+
+    @property
+    def runs(self) -> tuple[tuple[int, int], ...]:
+        """Sizes and strides with the axes in order, those of size 1 left out, and neighbours merged where one stride goes on
+        into the next. Two arrays at one address with equal runs are transposes and reshapes of each other."""
+        merged: list[tuple[int, int]] = []
+        for axis in self.order:
+            size, stride = self.shape[axis], self.strides[axis]
+            if size == 1:
+                continue
+            if merged and merged[-1][1] == size * stride:
+                merged[-1] = (merged[-1][0] * size, stride)
+            else:
+                merged.append((size, stride))
+        return tuple(merged)
+
+
+def memory_of(array: Any, library: str) -> Memory | None:
+    """Where an array lies, for libraries whose arrays may share memory; `None` where identity alone counts."""
+    if library == "numpy":
+        return Memory(array.__array_interface__["data"][0], array.shape, array.strides, array.itemsize)
+    if library == "torch":
+        size = array.element_size()
+        return Memory(array.data_ptr(), tuple(array.shape), tuple(stride * size for stride in array.stride()), size)
+    return None

@@ -1,0 +1,51 @@
+"""Which backend runs a batch. A backend is imported when an array of its library is first met."""
+
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+
+from optimisers.backends import array_api
+from optimisers.backends.base import Backend
+from optimisers.rules.program import Program
+
+__all__ = ["backend_for", "reference_only", "reference_only_is_set"]
+
+_reference_only: ContextVar[bool] = ContextVar("reference_only", default=False)
+
+
+@contextmanager
+def reference_only() -> Iterator[None]:
+    """Run every step inside in the reference backend, as if Numba were not installed.
+
+    Example:
+        >>> import optimisers as op
+        >>> with op.reference_only():
+        ...     pass
+    """
+    token = _reference_only.set(True)
+    try:
+        yield
+    finally:
+        _reference_only.reset(token)
+
+
+def backend_for(library: str, program: Program, dtypes: tuple[str, ...]) -> Backend:
+    """The module that runs such a batch. It is imported when first needed."""
+    if library == "numpy" and program.elementwise and not _reference_only.get() and _has_numba():
+        from optimisers.backends import numba
+
+        if numba.fuses(program, dtypes):
+            return numba
+    return array_api
+
+
+def reference_only_is_set() -> bool:
+    """Whether the reference backend is asked for."""
+    return _reference_only.get()
+
+
+@cache
+def _has_numba() -> bool:
+    return importlib.util.find_spec("numba") is not None
