@@ -42,7 +42,8 @@ def gather(grads: Any, layout: Layout, model: Opened | None = None) -> list[Any]
         gathered = list(model.pick(leaves))
         aliases = [(at, model.structure.paths[place], view, leaves[place]) for at, place, view in model.aliases]
     else:
-        by_path = _by_path(grads, set(layout.index) if model is None else set(model.structure.paths))
+        places = set(layout.index) if model is None else set(model.structure.paths)
+        by_path = _by_path(grads, places, alone=model is None)
         gathered = [by_path.get(parameter.path) for parameter in parameters]
         aliases = [
             (at, each.path, each.view, by_path.get(each.path)) for at, record in enumerate(parameters) for each in record.aliases
@@ -66,7 +67,7 @@ def _silent(layout: Layout) -> list[int]:
     return layout.cache["silent"]
 
 
-def _by_path(grads: Any, places: set[Path]) -> dict[Path, Any]:
+def _by_path(grads: Any, places: set[Path], *, alone: bool) -> dict[Path, Any]:
     """Gradients by path, from a tree that lacks branches or from a mapping of paths."""
     if isinstance(grads, Mapping) and not _is_tree(grads, places):
         given = [(Path(path), grad) for path, grad in grads.items()]
@@ -79,7 +80,8 @@ def _by_path(grads: Any, places: set[Path]) -> dict[Path, Any]:
         if path in places:
             found[path] = grad
             continue
-        if grad is None:
+        if grad is None or (alone and library_of(grad) is None and not isinstance(grad, np.generic)):
+            # Without the model, what is no array may be one of its own numbers and names.
             continue
         if branches is None:
             branches = {Path(each[:depth]) for each in places for depth in range(len(each))}
@@ -110,17 +112,17 @@ def _summed(parameter: Parameter, parts: list[tuple[Path, View, Any]]) -> Any:
             continue
         seen.add(id(grad))
         check_gradient(path, shape_through(view, parameter.shape), parameter.dtype, parameter.library, grad)
-        terms.append(view.undo(grad, parameter.shape))
-    if len(terms) > 1 and compute_dtype(parameter.dtype) != parameter.dtype:
+        terms.append(view.undo(grad))
+    if len(terms) > 1:
         terms = [_cast(term, compute_dtype(parameter.dtype)) for term in terms]
     return reduce(add, terms) if terms else None
 
 
 def _cast(array: Any, dtype: str) -> Any:
     if isinstance(array, (np.ndarray, np.generic)):
-        return array.astype(dtype)
+        return array.astype(dtype, copy=False)
     library = namespace_of(array)
-    return library.astype(array, getattr(library, dtype))
+    return library.astype(array, getattr(library, dtype), copy=False)
 
 
 def _kind(value: Any) -> str:
@@ -214,7 +216,7 @@ def partition(state: State, model: Any) -> tuple[dict[str, Any], Callable[[Mappi
             raise GradientError(f'the mapping lacks the live parameter "{missing[0]}"')
         leaves = list(view.leaves)
         for name, source in sources.items():
-            array = source.view.undo(new[name], source.parameter.shape)
+            array = source.view.undo(new[name])
             for place, how in source.places:
                 leaves[place] = how.apply(array)
         return view.rebuild(leaves)

@@ -322,7 +322,7 @@ class State:
             parameters[at] = parameters[at]._replace(
                 group=len(self.rules), counter=len(counters) if fresh else parameters[at].counter
             )
-            if slots[at] is not None or not program.slots:
+            if slots[at] is not None:
                 zeros = zeros_for(parameters[at], program)
                 slots[at] = tuple(new if slot is None else slot for slot, new in zip(kept, zeros, strict=True))
         return self._next(parameters, slots, rules=rules, counters=(*counters, 0))

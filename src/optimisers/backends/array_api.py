@@ -165,14 +165,14 @@ def _sums(batch: Batch, member: int, at: int) -> list[float]:
     h = [batch.h(k, at) for k in range(member + 1)]
     whole = batch.prepared is None or not program.head(member).elementwise
     rows = _row_mask(batch.live_rows[at], batch.shapes[at]) if whole else None
-    total: list[float] = []
+    total = [0.0] * program.members[member].sums
     with np.errstate(all="ignore"):
         for xp, g, p, slots in _pieces(batch, at, whole):
-            g, slots = _through(program.head(member), xp, g, p, h, slots)
+            g, _ = _through(program.head(member), xp, g, p, h, slots)
             wide = [_wide(array) for array in (g, p, *slots[program.spans[member]])]
             parts = measure(xp, wide[0], wide[1], h[member], *wide[2:])
             values = [_sum(part, rows) for part in (parts if isinstance(parts, tuple) else (parts,))]
-            total = [a + b for a, b in zip(total, values, strict=True)] if total else values
+            total = [a + b for a, b in zip(total, values, strict=True)]
     return total
 
 

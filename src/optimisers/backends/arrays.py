@@ -108,7 +108,7 @@ def slot_dtype(parameter: str, real: bool, wish: str | None) -> str:
     """The dtype of a slot: the wish, made complex where the parameter is and the slot is not real."""
     base = compute_dtype(parameter)
     if wish is not None:
-        base = {"float32": "complex64", "float64": "complex128"}.get(wish, wish) if base.startswith("complex") else wish
+        base = {"float64": "complex128"}.get(wish, "complex64") if base.startswith("complex") else wish
     return real_dtype(base) if real else base
 
 

@@ -71,8 +71,7 @@ def below(parameter: Parameter, branch: Path) -> tuple[Parameter, View] | None:
         return None
     first = inside[0]
     aliases = tuple(
-        Alias(each.path.below(branch), _from_alias(parameter.shape, first.view, each.view), each.owners[len(branch) :])
-        for each in inside[1:]
+        Alias(each.path.below(branch), first.view.inverse.then(each.view), each.owners[len(branch) :]) for each in inside[1:]
     )
     record = parameter._replace(
         path=first.path.below(branch),
@@ -87,22 +86,12 @@ def below(parameter: Parameter, branch: Path) -> tuple[Parameter, View] | None:
 
 def _rows_seen(parameter: Parameter, alias: Alias) -> Runs:
     """The frozen rows, as the alias has them."""
-    if parameter.frozen_rows and not rows_through(alias.view, parameter.shape):
+    if parameter.frozen_rows and not rows_through(alias.view):
         raise StateError(
             f"rows of {parameter.path} are frozen, and at {alias.path}, where it is seen {alias.view}, they are no rows; "
             "thaw them first"
         )
     return parameter.frozen_rows
-
-
-def _from_alias(shape: tuple[int, ...], first: View, other: View) -> View:
-    """How one alias is seen from another that has become the canonical occurrence."""
-    if first == other:
-        return SAME
-    if first == SAME:
-        return other
-    seen, wanted = shape_through(first, shape), shape_through(other, shape)
-    return named_view("transpose", seen, wanted) or View(shape=wanted)
 
 
 def with_rows(parameter: Parameter, rows: Any, *, frozen: bool) -> Parameter:

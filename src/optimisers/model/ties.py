@@ -13,8 +13,12 @@ from optimisers.model.paths import Path
 __all__ = ["SAME", "View", "find_ties", "named_view", "rows_through", "same_memory", "shape_through"]
 
 
+Step = tuple[str, tuple[int, ...], tuple[int, ...]]
+"""One step of a view: `("permute", order, ())` or `("reshape", from, to)`."""
+
+
 class View(NamedTuple):
-    """How an alias is seen from its parameter: a transpose, then a reshape, then another transpose; each may be missing.
+    """How an alias is seen from its parameter: permutations of the axes and reshapes, one after another.
 
     >>> import numpy as np
     >>> view = named_view("transpose", (2, 3), (3, 2))
@@ -22,39 +26,56 @@ class View(NamedTuple):
     ((3, 2), 'transposed')
     """
 
-    first: tuple[int, ...] | None = None
-    shape: tuple[int, ...] | None = None
-    last: tuple[int, ...] | None = None
+    steps: tuple[Step, ...] = ()
 
     def apply(self, array: Any) -> Any:
         """The alias, from the parameter's array."""
-        array = _permuted(array, self.first)
-        array = array if self.shape is None else _reshaped(array, self.shape)
-        return _permuted(array, self.last)
+        for kind, first, second in self.steps:
+            array = _permuted(array, first) if kind == "permute" else _reshaped(array, second)
+        return array
 
-    def undo(self, array: Any, shape: tuple[int, ...]) -> Any:
-        """An array of the alias's shape (its gradient), as seen from the parameter, whose shape is given."""
-        array = _permuted(array, _inverse(self.last))
-        if self.shape is not None:
-            array = _reshaped(array, shape if self.first is None else tuple(shape[axis] for axis in self.first))
-        return _permuted(array, _inverse(self.first))
+    def undo(self, array: Any) -> Any:
+        """An array of the alias's shape (its gradient), as seen from the parameter."""
+        return self.inverse.apply(array)
+
+    @property
+    def inverse(self) -> "View":
+        """How the parameter is seen from the alias."""
+        return View(
+            tuple(
+                (kind, _inverse(first), ()) if kind == "permute" else (kind, second, first)
+                for kind, first, second in reversed(self.steps)
+            )
+        )
+
+    def then(self, other: "View") -> "View":
+        """This view, and another one of what it shows."""
+        steps = list(self.steps)
+        for step in other.steps:
+            if steps and step[0] == steps[-1][0] == "permute":
+                steps[-1] = ("permute", tuple(steps[-1][1][axis] for axis in step[1]), ())
+            elif steps and step[0] == steps[-1][0]:
+                steps[-1] = ("reshape", steps[-1][1], step[2])
+            else:
+                steps.append(step)
+            if steps[-1][1] == (steps[-1][2] or tuple(range(len(steps[-1][1])))):
+                steps.pop()
+        return View(tuple(steps))
 
     def __str__(self) -> str:
-        if self == SAME:
+        if not self.steps:
             return "same"
-        return "transposed" if self.shape is None else "reshaped"
+        return "reshaped" if any(step[0] == "reshape" for step in self.steps) else "transposed"
 
 
 SAME = View()
 
 
-def _inverse(order: tuple[int, ...] | None) -> tuple[int, ...] | None:
-    return None if order is None else tuple(int(axis) for axis in np.argsort(order))
+def _inverse(order: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(int(axis) for axis in np.argsort(order))
 
 
-def _permuted(array: Any, order: tuple[int, ...] | None) -> Any:
-    if order is None:
-        return array
+def _permuted(array: Any, order: tuple[int, ...]) -> Any:
     # What is no array (a traced box of an autodiff package) has NumPy's methods.
     return array.transpose(order) if library_of(array) in (None, "numpy") else namespace_of(array).permute_dims(array, order)
 
@@ -68,11 +89,9 @@ def shape_through(view: View, shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape if view == SAME else view.apply(np.empty(shape, np.bool_)).shape
 
 
-def rows_through(view: View, shape: tuple[int, ...]) -> bool:
-    """Whether the rows of a parameter of this shape are the rows of the alias too."""
-    kept = view.first is None or view.first[:1] == (0,)
-    kept = kept and (view.shape is None or view.shape[:1] == shape[:1])
-    return kept and (view.last is None or view.last[:1] == (0,))
+def rows_through(view: View) -> bool:
+    """Whether the rows of a parameter are the rows of the alias too."""
+    return all(first[:1] == ((0,) if kind == "permute" else second[:1]) for kind, first, second in view.steps)
 
 
 def named_view(name: str | None, parameter: tuple[int, ...], alias: tuple[int, ...]) -> View | None:
@@ -80,9 +99,9 @@ def named_view(name: str | None, parameter: tuple[int, ...], alias: tuple[int, .
     if name is None and parameter == alias:
         return SAME
     if name == "transpose" and parameter[::-1] == alias:
-        return View(first=tuple(range(len(parameter)))[::-1])
+        return SAME.then(View((("permute", tuple(range(len(parameter)))[::-1], ()),)))
     if name == "reshape" and np.prod(parameter, dtype=np.int64) == np.prod(alias, dtype=np.int64):
-        return View(shape=alias)
+        return SAME.then(View((("reshape", parameter, alias),)))
     return None
 
 
@@ -190,11 +209,12 @@ def _view(a: Memory, b: Memory) -> View | None:
         return None
     moved = _transposition(a, b)
     if moved is not None:
-        return View(first=moved)
+        return View((("permute", moved, ()),))
     if a.address != b.address or a.runs != b.runs:
         return None
-    flat = tuple(b.shape[axis] for axis in b.order)
-    return View(_unless_plain(a.order), flat, _unless_plain(_inverse(b.order) or ()))
+    ordered = [tuple(each.shape[axis] for axis in each.order) for each in (a, b)]
+    steps: list[Step] = [("permute", a.order, ()), ("reshape", ordered[0], ordered[1]), ("permute", _inverse(b.order), ())]
+    return SAME.then(View(tuple(steps)))
 
 
 def _transposition(a: Memory, b: Memory) -> tuple[int, ...] | None:
@@ -207,7 +227,3 @@ def _transposition(a: Memory, b: Memory) -> tuple[int, ...] | None:
         free.remove(axis)
         order.append(axis)
     return tuple(order)
-
-
-def _unless_plain(order: tuple[int, ...]) -> tuple[int, ...] | None:
-    return None if order == tuple(range(len(order))) else order

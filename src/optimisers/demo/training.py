@@ -1,0 +1,211 @@
+"""The training: all of the model on one text, then its trunk frozen and thawed layer by layer on another."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from autograd import value_and_grad
+from numpy.typing import NDArray
+
+import optimisers as op
+from optimisers.demo.corpus import Corpus, Ids
+from optimisers.demo.model import DILATIONS, loss, new_model
+from optimisers.schedules import Cosine, Joined, Schedule, warmup
+
+__all__ = ["Outcome", "Phase", "Training", "phases", "step"]
+
+SEQUENCES, LENGTH = 32, 64
+"""Of a batch."""
+TRUNK = "layers"
+# Its decorator hides its signature from type checkers.
+_value_and_grad: Any = value_and_grad
+_SAMPLED, _SAMPLE_LENGTH = 32, 256
+_SAMPLES = 40
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A stretch of the training: what changes at its start, how long it takes, on which part of the text."""
+
+    name: str
+    part: str
+    steps: int
+    peak: float
+    """The largest learning rate."""
+    freeze: str | None = None
+    thaw: str | None = None
+
+    def enter(self, state: op.State) -> op.State:
+        """The state with what this phase freezes or thaws."""
+        state = state if self.freeze is None else state.freeze(self.freeze)
+        return state if self.thaw is None else state.thaw(self.thaw)
+
+
+def phases(steps: int) -> list[Phase]:
+    """All phases that have a step, when there are so many steps in all."""
+    last = len(DILATIONS) - 1
+    wanted = [
+        (0.5, "all trains", "first", 12e-3, None, None),
+        (0.14, "trunk frozen", "second", 6e-3, TRUNK, None),
+        *((0.12, f"{TRUNK}.{at} thawed", "second", 6e-3, None, f"{TRUNK}.{at}") for at in range(last, -1, -1)),
+    ]
+    ends = np.round(steps * np.cumsum([share for share, *_ in wanted])).astype(int)
+    lengths = np.diff(ends, prepend=0).tolist()
+    return [
+        Phase(name, part, length, peak, freeze, thaw)
+        for length, (_, name, part, peak, freeze, thaw) in zip(lengths, wanted, strict=True)
+        if length
+    ]
+
+
+@dataclass(frozen=True, repr=False)
+class Waves(Schedule):
+    """The learning rate: a rise and a fall in each phase."""
+
+    schedule: Joined
+
+    @classmethod
+    def over(cls, plan: list[Phase]) -> "Waves":
+        """The waves of these phases."""
+        parts = [
+            warmup(Cosine(phase.peak, phase.steps, phase.peak / 10), max(1, phase.steps // 10), phase.peak / 10) for phase in plan
+        ]
+        return cls(Joined(tuple(parts), tuple(np.cumsum([phase.steps for phase in plan])[:-1].tolist())))
+
+    def __call__(self, step: Any) -> Any:
+        return self.schedule(step)
+
+    def __repr__(self) -> str:
+        return f"Waves({len(self.schedule.schedules)})"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a phase came to."""
+
+    phase: str
+    part: str
+    first_step: int
+    steps: int
+    live_elements: int
+    frozen: tuple[str, ...]
+    """The paths that were frozen."""
+    frozen_elements: int
+    frozen_weights_moved: float
+    """The largest change of any of their weights."""
+    frozen_moments_moved: float
+    """The largest change of any of their moments."""
+    train_loss: float
+    held_out_loss: float
+
+
+@dataclass
+class Training:
+    """A training as far as it has come."""
+
+    corpus: Corpus
+    plan: list[Phase]
+    state: op.State
+    model: Any
+    rate: Waves
+    random: np.random.Generator
+    losses: list[float] = field(default_factory=list)
+    samples: list[tuple[int, float]] = field(default_factory=list)
+    """The held-out loss, measured on a part of the held-out text: after how many steps, and how large."""
+    outcomes: list[Outcome] = field(default_factory=list)
+    _open: tuple[Phase, int, dict[str, list[Any]]] | None = None
+
+    @classmethod
+    def new(cls, corpus: Corpus, steps: int, seed: int) -> "Training":
+        """A training that has yet to begin."""
+        for_model, for_batches = map(np.random.default_rng, np.random.SeedSequence(seed).spawn(2))
+        plan = phases(steps)
+        rate = Waves.over(plan)
+        model = new_model(len(corpus.alphabet), for_model)
+        rule = op.Chain(op.ClipGlobalNorm(1.0), op.AdamW(rate, betas=(0.9, 0.99), weight_decay=0.1))
+        state = op.setup(rule, model).adjust(op.select.ndim(1), weight_decay=0.0)
+        return cls(corpus, plan, state, model, rate, for_batches)
+
+    @property
+    def live_elements(self) -> int:
+        """How many numbers train."""
+        return sum(record.size for record in self.state.parameters if not record.frozen)
+
+    def enter(self, phase: Phase) -> None:
+        """Begin a phase."""
+        self.state = phase.enter(self.state)
+        self._open = (phase, len(self.losses), _frozen(self.state, self.model))
+
+    def advance(self, phase: Phase) -> None:
+        """Take one step on a random batch of the phase's text."""
+        inputs, targets = _batch(getattr(self.corpus, phase.part), self.random)
+        self.state, self.model, reached = step(self.state, self.model, inputs, targets)
+        self.losses.append(reached)
+        total = sum(each.steps for each in self.plan)
+        if len(self.losses) % max(1, total // _SAMPLES) == 0:
+            self.samples.append((len(self.losses), float(loss(self.model, *_spread(self.corpus.held_out)))))
+
+    def leave(self) -> bool:
+        """End the phase that was begun: measure what it came to. `False` when none was begun, or it has taken no step."""
+        if self._open is None:
+            return False
+        phase, first, before = self._open
+        steps = len(self.losses) - first
+        if not steps:
+            return False
+        weights, moments = _moved(before, _frozen(self.state, self.model))
+        held_out = self.corpus.held_out[None]
+        self.outcomes.append(
+            Outcome(
+                phase=phase.name,
+                part=phase.part,
+                first_step=first,
+                steps=steps,
+                live_elements=self.live_elements,
+                frozen=tuple(before),
+                frozen_elements=sum(values[0].size for values in before.values()),
+                frozen_weights_moved=weights,
+                frozen_moments_moved=moments,
+                train_loss=float(np.mean(self.losses[first:][-50:])),
+                held_out_loss=float(loss(self.model, held_out[:, :-1], held_out[:, 1:])),
+            )
+        )
+        self._open = None
+        return True
+
+
+def step(state: op.State, model: Any, inputs: Ids, targets: Ids) -> tuple[op.State, Any, float]:
+    """One step: differentiate with respect to what is live, and update it. Returns the loss before the step, too."""
+    params, rebuild = op.partition(state, model)
+    reached, grads = _value_and_grad(lambda live: loss(rebuild(live), inputs, targets))(params)
+    state, model = op.update_(state, model, grads)
+    return state, model, float(reached)
+
+
+def _batch(text: Ids, random: np.random.Generator) -> tuple[Ids, Ids]:
+    starts = random.integers(0, len(text) - LENGTH, SEQUENCES)
+    rows = text[starts[:, None] + np.arange(LENGTH + 1)]
+    return rows[:, :-1], rows[:, 1:]
+
+
+def _spread(text: Ids) -> tuple[Ids, Ids]:
+    """A batch of sequences from all over a text, always the same."""
+    starts = np.linspace(0, len(text) - _SAMPLE_LENGTH - 1, _SAMPLED).astype(int)
+    rows = text[starts[:, None] + np.arange(_SAMPLE_LENGTH + 1)]
+    return rows[:, :-1], rows[:, 1:]
+
+
+def _frozen(state: op.State, model: Any) -> dict[str, list[NDArray[Any]]]:
+    """For each frozen parameter a copy of its weights, and of its slots."""
+    weights = op.trainables(model)
+    return {
+        str(leaf.path): [weights[str(leaf.path)].copy(), *(slot.copy() for slot in leaf.slots.values())]
+        for leaf in state.leaves()
+        if leaf.frozen
+    }
+
+
+def _moved(before: dict[str, list[Any]], after: dict[str, list[Any]]) -> tuple[float, float]:
+    """The largest change of weights, and of slots."""
+    changes = [[float(np.abs(new - old).max()) for old, new in zip(before[path], after[path], strict=True)] for path in before]
+    return max((change[0] for change in changes), default=0.0), max((max(change[1:]) for change in changes), default=0.0)
