@@ -69,11 +69,10 @@ def _silent(layout: Layout) -> list[int]:
 
 def _by_path(grads: Any, places: set[Path], *, alone: bool) -> dict[Path, Any]:
     """Gradients by path, from a tree that lacks branches or from a mapping of paths."""
-    if isinstance(grads, Mapping) and not _is_tree(grads, places):
+    leaves, structure = opened(grads)
+    given = list(zip(structure.paths, leaves, strict=True))
+    if isinstance(grads, Mapping) and not _is_tree(grads, structure.paths, places):
         given = [(Path(path), grad) for path, grad in grads.items()]
-    else:
-        leaves, structure = opened(grads)
-        given = list(zip(structure.paths, leaves, strict=True))
     found: dict[Path, Any] = {}
     branches: set[Path] | None = None
     for path, grad in given:
@@ -95,12 +94,13 @@ def _by_path(grads: Any, places: set[Path], *, alone: bool) -> dict[Path, Any]:
     return found
 
 
-def _is_tree(grads: Mapping[Any, Any], places: set[Path]) -> bool:
-    """Whether the keys of a mapping are those of the model's own root."""
+def _is_tree(grads: Mapping[Any, Any], paths: list[Path], places: set[Path]) -> bool:
+    """Whether a mapping is a tree: it has branches, or its keys are those of the model's own root."""
     if any(isinstance(key, Path) for key in grads):
         return False
     roots = {path[0] for path in places if path}
-    return all(key in roots for key in grads) or any(isinstance(value, (dict, list, tuple)) for value in grads.values())
+    flat = len(paths) == len(grads) and all(len(path) == 1 for path in paths)
+    return not flat or all(key in roots for key in grads)
 
 
 def _summed(parameter: Parameter, parts: list[tuple[Path, View, Any]]) -> Any:

@@ -49,7 +49,7 @@ def phases(steps: int) -> list[Phase]:
         (0.14, "trunk frozen", "second", 6e-3, TRUNK, None),
         *((0.12, f"{TRUNK}.{at} thawed", "second", 6e-3, None, f"{TRUNK}.{at}") for at in range(last, -1, -1)),
     ]
-    ends = np.round(steps * np.cumsum([share for share, *_ in wanted])).astype(int)
+    ends = np.ceil(steps * np.cumsum([share for share, *_ in wanted]) - 1e-6).astype(int)
     lengths = np.diff(ends, prepend=0).tolist()
     return [
         Phase(name, part, length, peak, freeze, thaw)

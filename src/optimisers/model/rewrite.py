@@ -105,6 +105,8 @@ def with_rows(parameter: Parameter, rows: Any, *, frozen: bool) -> Parameter:
     chosen = np.zeros(size, bool)
     try:
         mask = rows if isinstance(rows, slice) else np.asarray(rows)
+        if isinstance(mask, np.ndarray) and mask.size == 0:
+            mask = mask.astype(bool if mask.dtype == bool else np.int64)
         if isinstance(mask, np.ndarray) and mask.dtype == bool and mask.shape != (size,):
             raise IndexError(f"the mask has shape {mask.shape}")
         if isinstance(mask, np.ndarray) and mask.dtype != bool:
