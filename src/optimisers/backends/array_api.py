@@ -217,9 +217,11 @@ def _run_array(batch: Batch, at: int, program: Program, h: list[Any], step: bool
     g, new = _through(program, xp, g, p, h, old)
     rows = _row_mask(batch.live_rows[at], batch.shapes[at])
     slots: list[Any] = []
+    given: list[Any] = [batch.params[at], batch.grads[at], p, g, *old]
     for before, value in zip(batch.slots[at], new, strict=True):
         # A kernel may return an array that it was given, or one array twice; each slot has memory of its own.
-        shared = any(value is each for each in (batch.params[at], batch.grads[at], p, g, *slots))
+        shared = any(value is each for each in given)
+        given.append(value)
         slots.append(_kept(library, before, value, rows, copy=shared))
     before = batch.params[at]
     return (_kept(library, before, p - g, rows, copy=False) if step else before), tuple(slots)

@@ -107,9 +107,10 @@ def real_dtype(name: str) -> str:
 def slot_dtype(parameter: str, real: bool, wish: str | None) -> str:
     """The dtype of a slot: the wish, made complex where the parameter is and the slot is not real."""
     base = compute_dtype(parameter)
-    if wish is not None:
-        base = {"float64": "complex128"}.get(wish, "complex64") if base.startswith("complex") else wish
-    return real_dtype(base) if real else base
+    if wish is None:
+        return real_dtype(base) if real else base
+    # There are no shorter complex numbers than complex64.
+    return {"float64": "complex128"}.get(wish, "complex64") if base.startswith("complex") and not real else wish
 
 
 @dataclass(frozen=True, slots=True)

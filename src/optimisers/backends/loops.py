@@ -199,6 +199,7 @@ def _marks(function: Any, seen: dict[Any, None]) -> Any:
     cells = [cell.cell_contents for cell in function.__closure__ or ()]
     return (
         _marks(function.__code__, seen),
+        _marks((function.__defaults__, *(function.__kwdefaults__ or {}).values()), seen),
         [(name, _marks(value, seen)) for name, value in used],
         [_marks(cell, seen) for cell in cells],
     )

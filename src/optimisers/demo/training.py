@@ -47,7 +47,7 @@ def phases(steps: int) -> list[Phase]:
     wanted = [
         (0.5, "all trains", "first", 12e-3, None, None),
         (0.14, "trunk frozen", "second", 6e-3, TRUNK, None),
-        *((0.12, f"{TRUNK}.{at} thawed", "second", 6e-3, None, f"{TRUNK}.{at}") for at in range(last, -1, -1)),
+        *((0.12, f"{TRUNK}.{at} thawed", "second", 3e-3, None, f"{TRUNK}.{at}") for at in range(last, -1, -1)),
     ]
     ends = np.ceil(steps * np.cumsum([share for share, *_ in wanted]) - 1e-6).astype(int)
     lengths = np.diff(ends, prepend=0).tolist()
@@ -122,7 +122,7 @@ class Training:
         plan = phases(steps)
         rate = Waves.over(plan)
         model = new_model(len(corpus.alphabet), for_model)
-        rule = op.Chain(op.ClipGlobalNorm(1.0), op.AdamW(rate, betas=(0.9, 0.99), weight_decay=0.1))
+        rule = op.Chain(op.ClipGlobalNorm(1.0), op.AdamW(rate, betas=(0.9, 0.99), weight_decay=0.4))
         state = op.setup(rule, model).adjust(op.select.ndim(1), weight_decay=0.0)
         return cls(corpus, plan, state, model, rate, for_batches)
 
