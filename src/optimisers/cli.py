@@ -77,7 +77,7 @@ def _add_demo(commands: Any) -> None:
             "generated text (sample.txt) and the figures (metrics.json)."
         ),
     )
-    command.add_argument("--steps", type=_at_least(1), default=700, help="optimisation steps in all (default: %(default)s)")
+    command.add_argument("--steps", type=_at_least(1), default=800, help="optimisation steps in all (default: %(default)s)")
     command.add_argument("--seed", type=_at_least(0), default=0, help="one seed, one result (default: %(default)s)")
     command.add_argument(
         "--out", type=Path, default=Path("optimisers-demo"), help="the folder that is written to (default: ./%(default)s)"

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from optimisers.backends.array_api import wide
 from optimisers.backends.arrays import compute_dtype, dtype_name, library_of, namespace_of
 from optimisers.backends.base import check_gradient
 from optimisers.errors import GradientError, ShapeError, suggest
@@ -16,7 +17,7 @@ from optimisers.model.reading import Opened, open_with, parameters_of
 from optimisers.model.ties import SAME, View, shape_through
 from optimisers.model.trees import opened
 from optimisers.setup import trainables
-from optimisers.state import State
+from optimisers.state import State, check_state
 
 __all__ = ["destructure", "gather", "global_norm", "partition"]
 
@@ -151,6 +152,7 @@ def global_norm(grads: Any, state: State | None = None) -> float:
     if state is None:
         leaves = {id(leaf): leaf for leaf in opened(grads)[0] if isinstance(leaf, np.generic) or library_of(leaf) is not None}
         return float(np.sqrt(sum(_square(leaf) for leaf in leaves.values())))
+    check_state(state, "global_norm")
     total = 0.0
     for parameter, grad in zip(state.parameters, gather(grads, state.layout), strict=True):
         if grad is not None:
@@ -162,16 +164,16 @@ def global_norm(grads: Any, state: State | None = None) -> float:
 
 def _square(array: Any) -> float:
     if isinstance(array, (np.ndarray, np.generic)):
-        wide = np.asarray(array).astype(np.complex128 if np.iscomplexobj(array) else np.float64).reshape(-1)
-        return float(np.vdot(wide, wide).real)
+        flat = wide(np.asarray(array)).reshape(-1)
+        return float(np.vdot(flat, flat).real)
     library = namespace_of(array)
-    return float(library.sum(library.abs(array) ** 2))
+    return float(library.sum(library.abs(wide(array)) ** 2))
 
 
 # Flat views of a model ------------------------------------------------------------------------------------------------
 
 
-def partition(state: State, model: Any) -> tuple[dict[str, Any], Callable[[Mapping[str, Any]], Any]]:
+def partition(state: State, model: Any) -> tuple[dict[str, Any], Callable[[Mapping[Any, Any]], Any]]:
     """Split a model into its live parameters and a function that puts them back.
 
     Differentiate a loss with respect to the first: frozen parameters cost no gradient, and the gradient of a tied parameter comes
@@ -196,6 +198,7 @@ def partition(state: State, model: Any) -> tuple[dict[str, Any], Callable[[Mappi
         >>> list(params), rebuild({"a": w + 1})["b"]
         (['a'], array([2., 2.]))
     """
+    check_state(state, "partition")
     view = open_with(state.layout, model)
     roots = {path[0] for path in view.structure.paths if path}
     sources: dict[str, _Source] = {}
@@ -207,8 +210,9 @@ def partition(state: State, model: Any) -> tuple[dict[str, Any], Callable[[Mappi
             sources[_name(seen[0][0], roots)] = _Source(parameter, seen[0][2], [each[1:] for each in seen])
     params = {name: view.leaves[source.places[0][0]] for name, source in sources.items()}
 
-    def rebuild(new: Mapping[str, Any]) -> Any:
-        unknown = [str(name) for name in new if str(name) not in sources]
+    def rebuild(new: Mapping[Any, Any]) -> Any:
+        new = {str(name): array for name, array in new.items()}
+        unknown = [name for name in new if name not in sources]
         if unknown:
             raise GradientError(f'"{unknown[0]}" is no live parameter{suggest(unknown[0], sources)}')
         missing = [name for name in sources if name not in new]

@@ -4,7 +4,7 @@ import io
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from optimisers.state import Leaf, State
+from optimisers.state import Leaf, State, check_state
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -53,6 +53,7 @@ def summary(state: State) -> Summary:
         >>> print(op.summary(op.setup(op.Adam(), {"w": np.zeros(3), "v": np.ones((2, 2))}).freeze("v")).total)
         2 parameters, 7 elements, 4 of them frozen; 112 B of state
     """
+    check_state(state, "summary")
     leaves = list(state.leaves())
     elements = sum(record.size for record in state.parameters)
     frozen = sum(record.size for record in state.parameters if record.frozen)

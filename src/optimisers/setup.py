@@ -52,6 +52,7 @@ def setup(
         >>> [str(path) for path in state], dict(state["embed"].ties)
         (['embed', 'head.bias'], {Path('head.weight'): 'transposed'})
     """
+    _check(rule)
     records = [record for record, _ in parameters_of(model)]
     excluded = frozenset[Any]()
     if trainable is not None:
@@ -89,30 +90,30 @@ def trainables(model: Any) -> dict[str, Any]:
     return {str(record.path): array for record, array in parameters_of(model)}
 
 
+def _check(rule: Any) -> None:
+    """Check that something can tell parameters their rules."""
+    if isinstance(rule, type) and issubclass(rule, Rule):
+        raise HyperparameterError(f"setup takes a rule, not the class {rule.__name__}; call it: {rule.__name__}()")
+    if not isinstance(rule, (Rule, Mapping)) and not callable(rule):
+        raise HyperparameterError(
+            f"setup takes a rule, a mapping of rules or a function, not {type(rule).__name__}; the rule comes first, then the model"
+        )
+
+
 def _assign(wish: Any, records: list[Parameter]) -> tuple[list[Rule], list[int]]:
     """The rules, and for each parameter the number of its own."""
-    if isinstance(wish, Rule):
-        return [wish], [0] * len(records)
-    if isinstance(wish, type) and issubclass(wish, Rule):
-        raise HyperparameterError(f"setup takes a rule, not the class {wish.__name__}; call it: {wish.__name__}()")
     if isinstance(wish, Mapping):
-        chosen: list[Any] = list(_by_selectors(wish, records))
-    elif callable(wish):
-        chosen: list[Any] = [wish(record) for record in records]
+        chosen: list[Any] = list(_by_selectors(wish, records)) if records else []
     else:
-        kind = "The model comes second. " if not isinstance(wish, (str, int, float)) else ""
-        raise HyperparameterError(f"setup takes a rule, a mapping of rules or a function, not {type(wish).__name__}. {kind}")
+        chosen = [wish if isinstance(wish, Rule) else wish(record) for record in records]
     numbers: dict[Rule, int] = {}
     for record, each in zip(records, chosen, strict=True):
         if not isinstance(each, Rule):
             raise HyperparameterError(f"{record.path}: {each!r} is not a rule")
         numbers.setdefault(each, len(numbers))
-    rules = list(numbers)
-    return rules or list(_any_rule(wish)), [numbers[each] for each in chosen]
-
-
-def _any_rule(wish: Any) -> Iterable[Rule]:
-    return list(wish.values())[:1] if isinstance(wish, Mapping) else []
+    if not records and isinstance(wish, (Rule, Mapping)):
+        numbers = dict.fromkeys([wish] if isinstance(wish, Rule) else list(wish.values())[:1], 0)
+    return list(numbers), [numbers[each] for each in chosen]
 
 
 def _by_selectors(wish: Mapping[Any, Rule], records: list[Parameter]) -> list[Rule]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from optimisers.backends.arrays import dtype_name, itemsize_of, library_of, namespace_of
-from optimisers.errors import HyperparameterError, PathError, StateError, suggest
+from optimisers.errors import HyperparameterError, ModelError, PathError, StateError, suggest
 from optimisers.model import rewrite
 from optimisers.model.layout import Layout, Parameter, Runs
 from optimisers.model.paths import Path
@@ -483,6 +483,17 @@ class State:
             self.slots,
             dict(self.memory),
             self.detached,
+        )
+
+
+def check_state(value: Any, caller: str) -> None:
+    """Check that a function was given a state.
+
+    **Raises** `ModelError`.
+    """
+    if not isinstance(value, State):
+        raise ModelError(
+            f"{caller} takes a State, as setup makes one, and not {type(value).__name__}; mind the order of the arguments"
         )
 
 

@@ -17,7 +17,7 @@ from optimisers.model.slots import copied
 from optimisers.model.ties import same_memory
 from optimisers.rules.base import Rule, stack
 from optimisers.rules.program import Member
-from optimisers.state import State
+from optimisers.state import State, check_state
 
 __all__ = ["update", "update_"]
 
@@ -70,6 +70,7 @@ def update_(state: State, model: Any, grads: Any = None) -> tuple[State, Any]:
 
 
 def _step(state: State, model: Any, grads: Any, *, in_place: bool) -> tuple[State, Any]:
+    check_state(state, "update")
     view = open_with(state.layout, model)
     gradients = gather(grads, state.layout, view)
     plan = _plan(state.layout, gradients)

@@ -11,7 +11,7 @@ from optimisers.backends.arrays import compute_dtype, dtype_name, namespace_of, 
 from optimisers.backends.base import Batch, check
 from optimisers.rules.program import Program
 
-__all__ = ["Namespace", "fuses", "namespace", "prepare", "run", "sums", "zeros"]
+__all__ = ["Namespace", "fuses", "namespace", "prepare", "run", "sums", "wide", "zeros"]
 
 _BLOCK = 16_384
 
@@ -169,8 +169,8 @@ def _sums(batch: Batch, member: int, at: int) -> list[float]:
     with np.errstate(all="ignore"):
         for xp, g, p, slots in _pieces(batch, at, whole):
             g, _ = _through(program.head(member), xp, g, p, h, slots)
-            wide = [_wide(array) for array in (g, p, *slots[program.spans[member]])]
-            parts = measure(xp, wide[0], wide[1], h[member], *wide[2:])
+            inputs = [wide(array) for array in (g, p, *slots[program.spans[member]])]
+            parts = measure(xp, inputs[0], inputs[1], h[member], *inputs[2:])
             values = [_sum(part, rows) for part in (parts if isinstance(parts, tuple) else (parts,))]
             total = [a + b for a, b in zip(total, values, strict=True)]
     return total
@@ -319,7 +319,7 @@ def _row_mask(rows: tuple[tuple[int, int], ...] | None, shape: tuple[int, ...]) 
     return mask
 
 
-def _wide(array: Any) -> Any:
+def wide(array: Any) -> Any:
     """In double precision, where a sum of squares neither overflows nor loses small terms."""
     library = np if isinstance(array, np.ndarray) else namespace_of(array)
     name = "complex128" if dtype_name(array).startswith("complex") else "float64"

@@ -45,7 +45,7 @@ def _losses(axes: Axes, training: Training, entropy: float) -> None:
     axes.axhline(entropy, color="black", linewidth=1, linestyle="--", label=f"entropy of single characters: {entropy:.2f}")
     axes.set_ylabel("loss (nats per character)")
     axes.set_title("A language model on the Python language reference, trained, frozen and thawed")
-    axes.legend(loc="upper right", frameon=False)
+    axes.legend(loc="upper right", framealpha=1, edgecolor="white")
     top = max(float(losses.max()), entropy) * 1.05
     axes.set_ylim(0, top)
     for outcome in training.outcomes:

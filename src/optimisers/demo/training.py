@@ -1,6 +1,6 @@
 """The training: all of the model on one text, then its trunk frozen and thawed layer by layer on another."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from optimisers.schedules import Cosine, Joined, Schedule, warmup
 
 __all__ = ["Outcome", "Phase", "Training", "phases", "step"]
 
-SEQUENCES, LENGTH = 32, 64
+SEQUENCES, LENGTH = 16, 64
 """Of a batch."""
 TRUNK = "layers"
 # Its decorator hides its signature from type checkers.
@@ -29,11 +29,11 @@ class Phase:
 
     name: str
     part: str
-    steps: int
     peak: float
     """The largest learning rate."""
     freeze: str | None = None
     thaw: str | None = None
+    steps: int = 0
 
     def enter(self, state: op.State) -> op.State:
         """The state with what this phase freezes or thaws."""
@@ -41,21 +41,20 @@ class Phase:
         return state if self.thaw is None else state.thaw(self.thaw)
 
 
+# Of each phase its share of all steps. The last layer thaws first.
+_PLAN = (
+    (0.5, Phase("all trains", "first", 12e-3)),
+    (0.14, Phase("trunk frozen", "second", 6e-3, freeze=TRUNK)),
+    *((0.12, Phase(f"{TRUNK}.{at} thawed", "second", 3e-3, thaw=f"{TRUNK}.{at}")) for at in reversed(range(len(DILATIONS)))),
+)
+
+
 def phases(steps: int) -> list[Phase]:
     """All phases that have a step, when there are so many steps in all."""
-    last = len(DILATIONS) - 1
-    wanted = [
-        (0.5, "all trains", "first", 12e-3, None, None),
-        (0.14, "trunk frozen", "second", 6e-3, TRUNK, None),
-        *((0.12, f"{TRUNK}.{at} thawed", "second", 3e-3, None, f"{TRUNK}.{at}") for at in range(last, -1, -1)),
-    ]
-    ends = np.ceil(steps * np.cumsum([share for share, *_ in wanted]) - 1e-6).astype(int)
+    shares, wanted = zip(*_PLAN, strict=True)
+    ends = np.ceil(steps * np.cumsum(shares) - 1e-6).astype(int)
     lengths = np.diff(ends, prepend=0).tolist()
-    return [
-        Phase(name, part, length, peak, freeze, thaw)
-        for length, (_, name, part, peak, freeze, thaw) in zip(lengths, wanted, strict=True)
-        if length
-    ]
+    return [replace(phase, steps=length) for phase, length in zip(wanted, lengths, strict=True) if length]
 
 
 @dataclass(frozen=True, repr=False)

@@ -56,7 +56,7 @@ class Path(tuple[Hashable, ...]):
     @property
     def quoted(self) -> str:
         """The spelling with every key in quotes or brackets: another spelling of the same path."""
-        return ".".join([_quote(key) if isinstance(key, str) else f"[{key!r}]" for key in self])
+        return ".".join([_quote(str.__str__(key)) if isinstance(key, str) else f"[{key!r}]" for key in self])
 
     def startswith(self, branch: tuple[Hashable, ...]) -> bool:
         """Whether this path is the branch itself or lies below it."""
@@ -127,8 +127,9 @@ def _fits(pattern: Hashable, key: Hashable) -> bool:
 @lru_cache(maxsize=100_000, typed=True)
 def _spell(key: Hashable) -> str:
     if isinstance(key, str):
+        key = str.__str__(key)  # an enumeration's member would show its own name
         if _PLAIN.fullmatch(key) and not _INTEGER.fullmatch(key):
-            return str(key)
+            return key
         return _quote(key)
     if isinstance(key, int) and not isinstance(key, bool):
         return str(int(key))
@@ -177,9 +178,11 @@ def _end(spelling: str, at: int) -> int:
 
 def _literal(text: str) -> tuple[Hashable] | None:
     try:
-        return (ast.literal_eval(text),)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        key = ast.literal_eval(text)
+        hash(key)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return None
+    return (key,)
 
 
 def _key(token: str) -> Hashable:

@@ -23,9 +23,10 @@ class Selector:
     path("encoder") & ~name("bias")
     """
 
-    def __init__(self, test: Callable[[Parameter], bool], shown: str) -> None:
+    def __init__(self, test: Callable[[Parameter], bool], shown: str, *, compound: bool = False) -> None:
         self._test = test
         self._shown = shown
+        self._compound = compound
 
     def selects(self, parameter: Parameter) -> bool:
         """Whether a parameter is chosen."""
@@ -33,14 +34,21 @@ class Selector:
 
     def __or__(self, other: "Selectable") -> "Selector":
         second = as_selector(other)
-        return Selector(lambda parameter: self.selects(parameter) or second.selects(parameter), f"{self} | {second}")
+        return self._joined("|", second, lambda parameter: self.selects(parameter) or second.selects(parameter))
 
     def __and__(self, other: "Selectable") -> "Selector":
         second = as_selector(other)
-        return Selector(lambda parameter: self.selects(parameter) and second.selects(parameter), f"{self} & {second}")
+        return self._joined("&", second, lambda parameter: self.selects(parameter) and second.selects(parameter))
 
     def __invert__(self) -> "Selector":
-        return Selector(lambda parameter: not self.selects(parameter), f"~{self}" if " " not in str(self) else f"~({self})")
+        return Selector(lambda parameter: not self.selects(parameter), f"~{self._grouped}")
+
+    def _joined(self, sign: str, other: "Selector", test: Callable[[Parameter], bool]) -> "Selector":
+        return Selector(test, f"{self._grouped} {sign} {other._grouped}", compound=True)
+
+    @property
+    def _grouped(self) -> str:
+        return f"({self._shown})" if self._compound else self._shown
 
     def __repr__(self) -> str:
         return self._shown

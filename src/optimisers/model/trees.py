@@ -40,7 +40,9 @@ class Structure:
 
     def __init__(self, spec: optree.PyTreeSpec) -> None:
         self.spec = spec
-        self.paths = [Path(path) for path in spec.paths()]
+        fields = any(issubclass(kind, tuple) and kind is not tuple for kind in self._types if kind is not None)
+        # Reading keys off the accessors takes much longer, and only fields of tuples have names that the plain paths lack.
+        self.paths = [Path(map(_key, each)) for each in spec.accessors()] if fields else [Path(path) for path in spec.paths()]
         self._occurrences: list[Occurrence] | None = None
 
     def leaves_of(self, model: Any) -> list[Any] | None:
@@ -56,17 +58,17 @@ class Structure:
     def rebuild(self, model: Any, leaves: Iterable[Any]) -> Any:
         """A model like this one, which has this structure, with other leaves."""
         # Nodes of registered types are rebuilt from the nodes of the very model.
-        return optree.tree_unflatten(flatten(model)[1] if self._has_shells else self.spec, leaves)
+        return optree.tree_unflatten(flatten(model)[1] if self._types & _OPEN else self.spec, leaves)
 
     @cached_property
-    def _has_shells(self) -> bool:
-        specs = [self.spec]
+    def _types(self) -> set[type | None]:
+        """The types of all nodes."""
+        types, specs = set[type | None](), [self.spec]
         while specs:
             spec = specs.pop()
-            if spec.type in _OPEN:
-                return True
+            types.add(spec.type)
             specs += spec.children()
-        return False
+        return types
 
     @property
     def occurrences(self) -> list[Occurrence]:
@@ -76,6 +78,10 @@ class Structure:
                 _occurrence(path, accessor) for path, accessor in zip(self.paths, self.spec.accessors(), strict=True)
             ]
         return self._occurrences
+
+
+def _key(entry: Any) -> Hashable:
+    return entry.field if isinstance(entry, (optree.NamedTupleEntry, optree.StructSequenceEntry)) else entry.entry
 
 
 def _occurrence(path: Path, accessor: optree.PyTreeAccessor) -> Occurrence:

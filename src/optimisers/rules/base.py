@@ -144,15 +144,16 @@ class Rule:
         that changes the shape of the state (`State.replace` does that).
         """
         mine = self.hyperparameters
-        for name, value in changes.items():
+        for name in changes:
             if name not in mine:
                 raise HyperparameterError(f'{type(self).__name__} has no hyperparameter "{name}"{suggest(name, mine)}')
+        changed = dataclasses.replace(self, **changes)  # type: ignore[type-var]
+        for name, value in changes.items():
             if static(mine[name]) != static(_plain(value)):
                 raise HyperparameterError(
                     f"{type(self).__name__}.{name} is {mine[name]!r}, and {value!r} would change the computation "
                     "and not only a number in it; use state.replace(selector, rule)"
                 )
-        changed = dataclasses.replace(self, **changes)  # type: ignore[type-var]
         if (changed.kernel, dict(changed.slots)) != (self.kernel, dict(self.slots)):
             raise HyperparameterError(f"{changed!r} has other slots than {self!r}; use state.replace(selector, rule)")
         return changed
@@ -164,6 +165,10 @@ class Rule:
             return self
         values = {name: _at(value, step) for name, value in mine.items()}
         for name, value in values.items():
+            if callable(mine[name]) and (callable(value) or not _is_data(value, 0.0)):
+                raise HyperparameterError(
+                    f"the schedule for {type(self).__name__}.{name} returned {value!r} at step {step}, not a number"
+                )
             self._check(name, value)
         return self.with_values(values)
 
