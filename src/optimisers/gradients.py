@@ -101,7 +101,8 @@ def _is_tree(grads: Mapping[Any, Any], paths: list[Path], places: set[Path]) -> 
         return False
     roots = {path[0] for path in places if path}
     flat = len(paths) == len(grads) and all(len(path) == 1 for path in paths)
-    return not flat or all(key in roots for key in grads)
+    given = [key for key, grad in grads.items() if isinstance(grad, np.generic) or library_of(grad) is not None]
+    return not flat or all(key in roots for key in given)
 
 
 def _summed(parameter: Parameter, parts: list[tuple[Path, View, Any]]) -> Any:

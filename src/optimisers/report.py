@@ -38,7 +38,7 @@ class Summary:
         from rich.console import Console
 
         widths = [max(map(len, column)) for column in zip(self.HEADINGS, *self.rows, strict=True)]
-        console = Console(file=io.StringIO(), width=max(80, sum(widths) + 2 * len(widths) + 2), no_color=True, highlight=False)
+        console = Console(file=io.StringIO(), width=max(80, sum(widths) + 4 * len(widths)), no_color=True, highlight=False)
         console.print(self)
         return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()).strip("\n")  # type: ignore[attr-defined]
 

@@ -44,7 +44,7 @@ class Namespace:
 
     def imag(self, x: Any) -> Any:
         """The imaginary part; zeros for a real array."""
-        return self._library.imag(x) if self._complex(x) else x - x
+        return self._library.imag(x) if self._complex(x) else self._library.zeros_like(x)
 
     def abs2(self, x: Any) -> Any:
         """|x|², real."""

@@ -8,6 +8,7 @@ import math
 from typing import Any
 
 import numba
+import numpy as np
 from numba import types
 from numba.extending import overload, register_jitable
 
@@ -35,25 +36,25 @@ OPTIONS: dict[str, Any] = {"fastmath": {"contract", "reassoc", "arcp", "nsz"}, "
 
 def _by_type(real: Any, complex_: Any) -> Any:
     """A compiled function with one body for real numbers and one for complex ones."""
+    return _typed(lambda zero, one: real, complex_)
+
+
+def _typed(real: Any, complex_: Any) -> Any:
+    """The same, where the body for real numbers is made for the constants 0 and 1 of their type."""
+    bodies = {types.float32: real(np.float32(0), np.float32(1)), types.float64: real(np.float64(0), np.float64(1))}
 
     def dispatch(x):  # no annotations: Numba compares them too
-        return real(x)
+        return bodies[types.float64](x)
 
     @overload(dispatch, jit_options=OPTIONS)  # type: ignore[arg-type]
     def choose(x):
-        return complex_ if isinstance(x, types.Complex) else real
+        return complex_ if isinstance(x, types.Complex) else bodies.get(x, bodies[types.float64])
 
     @numba.njit(**OPTIONS)
     def function(x: Any) -> Any:
         return dispatch(x)
 
     return function
-
-
-@register_jitable
-def _sign(x):
-    # NaN stays NaN; the zero comes from x itself and so keeps its type.
-    return math.copysign(x / x, x) if x != 0 else x
 
 
 @register_jitable
@@ -75,9 +76,10 @@ abs = _by_type(lambda x: math.fabs(x), lambda x: abs_(x))  # noqa: A001  # named
 abs2 = _by_type(lambda x: x * x, lambda x: x.real * x.real + x.imag * x.imag)
 isfinite = _by_type(lambda x: math.isfinite(x), lambda x: math.isfinite(x.real) and math.isfinite(x.imag))
 real = _by_type(lambda x: x, lambda x: x.real)
-imag = _by_type(lambda x: x - x, lambda x: x.imag)
+imag = _typed(lambda zero, one: lambda x: zero, lambda x: x.imag)
 conj = _by_type(lambda x: x, lambda x: x.conjugate())
-sign = _by_type(_sign, _complex_sign)
+# NaN has no sign, and stays what it is.
+sign = _typed(lambda zero, one: lambda x: x if x == zero or x != x else math.copysign(one, x), _complex_sign)
 
 
 @numba.njit(**OPTIONS)

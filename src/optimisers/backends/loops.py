@@ -30,6 +30,7 @@ from optimisers.rules.program import Program
 
 __all__ = ["DTYPES", "compile_at_once", "loop", "pointer"]
 
+_CONSTANT_MODULES = frozenset(("math", "cmath", "numpy"))
 DTYPES = frozenset(("float32", "float64", "complex64", "complex128"))
 
 
@@ -184,6 +185,9 @@ def _marks(function: Any, seen: dict[Any, None]) -> Any:
     if isinstance(function, tuple):
         return tuple(_marks(part, seen) for part in function)
     if isinstance(function, types.ModuleType):
+        # The attributes of other modules are variables, which may change.
+        if function.__name__ not in _CONSTANT_MODULES:
+            raise TypeError(f"cannot tell what {function.__name__} holds")
         return function.__name__
     if isinstance(function, types.CodeType):
         return function.co_code, function.co_names, tuple(_marks(constant, seen) for constant in function.co_consts)
@@ -195,7 +199,7 @@ def _marks(function: Any, seen: dict[Any, None]) -> Any:
     if function in seen:
         return function.__qualname__
     seen[function] = None
-    used = [(name, function.__globals__[name]) for name in function.__code__.co_names if name in function.__globals__]
+    used = [(name, function.__globals__[name]) for name in _names(function.__code__) if name in function.__globals__]
     cells = [cell.cell_contents for cell in function.__closure__ or ()]
     return (
         _marks(function.__code__, seen),
@@ -203,3 +207,9 @@ def _marks(function: Any, seen: dict[Any, None]) -> Any:
         [(name, _marks(value, seen)) for name, value in used],
         [_marks(cell, seen) for cell in cells],
     )
+
+
+def _names(code: types.CodeType) -> list[str]:
+    """The names that code looks up, and the code of functions inside it."""
+    inner = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return [*code.co_names, *(name for each in inner for name in _names(each))]
