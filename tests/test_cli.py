@@ -1,0 +1,186 @@
+"""The command line: help, errors, exit codes, and the program as a shell starts it."""
+
+import os
+import runpy
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import optimisers as op
+from optimisers import cli, demo
+from optimisers.cli import main
+
+
+def exits(*arguments: str) -> int:
+    """The code with which the parser ends the program."""
+    with pytest.raises(SystemExit) as raised:
+        main(list(arguments))
+    assert isinstance(raised.value.code, int)
+    return raised.value.code
+
+
+@pytest.fixture
+def demonstrated(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the demonstration, which does not take place, was called with."""
+    called: dict[str, Any] = {}
+
+    def run(**arguments: Any) -> bool:
+        called.update(arguments)
+        return True
+
+    monkeypatch.setattr(demo, "run", run)
+    return called
+
+
+def raising(error: BaseException) -> Any:
+    def run(**arguments: Any) -> bool:
+        raise error
+
+    return run
+
+
+def test_help_has_examples(capsys: pytest.CaptureFixture[str]):
+    assert exits("--help") == 0
+    shown = capsys.readouterr().out
+    assert "optimisers demo --steps 200" in shown
+    assert "train a small language model" in shown
+
+
+def test_help_of_the_demonstration_names_its_options_and_defaults(capsys: pytest.CaptureFixture[str]):
+    assert exits("demo", "--help") == 0
+    shown = capsys.readouterr().out
+    for option in ("--steps", "--seed", "--out", "./optimisers-demo", "default: 0"):
+        assert option in shown
+
+
+def test_version_is_that_of_the_library(capsys: pytest.CaptureFixture[str]):
+    assert exits("--version") == 0
+    assert capsys.readouterr().out.strip() == f"optimisers {op.__version__}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "COMMAND"),
+        (["fly"], "invalid choice"),
+        (["demo", "--steps", "0"], "0 is too small; give at least 1"),
+        (["demo", "--steps", "many"], "'many' is not a whole number"),
+        (["demo", "--steps", "1.5"], "'1.5' is not a whole number"),
+        (["demo", "--seed", "-1"], "-1 is too small; give at least 0"),
+        (["demo", "--speed", "1"], "unrecognized arguments"),
+    ],
+)
+def test_bad_arguments_are_refused_with_code_2(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+    assert exits(*arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_demonstration_gets_its_options(demonstrated: dict[str, Any]):
+    assert main(["demo", "--steps", "7", "--seed", "3", "--out", "there"]) == 0
+    assert demonstrated == {"steps": 7, "seed": 3, "out": Path("there")}
+
+
+def test_demonstration_has_defaults(demonstrated: dict[str, Any]):
+    assert main(["demo"]) == 0
+    assert demonstrated["seed"] == 0
+    assert demonstrated["out"] == Path("optimisers-demo")
+
+
+@pytest.mark.parametrize("package", ["autograd", "matplotlib"])
+def test_missing_extra_is_named_in_one_line(
+    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    for name in [name for name in sys.modules if name.startswith("optimisers.demo")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr(op, "demo")
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setitem(sys.modules, package, None)
+    assert main(["demo", "--out", str(tmp_path / "out")]) == 1
+    captured = capsys.readouterr()
+    assert captured.err == f"optimisers: the demo needs {package}, which is not installed: pip install 'optimisers[demo]'\n"
+    assert captured.out == ""
+
+
+def test_missing_module_that_is_no_extra_is_not_hidden(monkeypatch: pytest.MonkeyPatch):
+    for name in [name for name in sys.modules if name.startswith("optimisers.demo")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr(op, "demo")
+    monkeypatch.setitem(sys.modules, "optimisers.demo.training", None)
+    with pytest.raises(ModuleNotFoundError, match=r"optimisers\.demo\.training"):
+        main(["demo"])
+
+
+def test_error_of_the_library_is_one_line_and_code_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(demo, "run", raising(op.errors.PathError('no parameter matches\n "x"')))
+    assert main(["demo"]) == 1
+    assert capsys.readouterr().err == 'optimisers: no parameter matches "x"\n'
+
+
+def test_folder_that_cannot_be_made_is_one_line_and_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "file").write_text("")
+    assert main(["demo", "--steps", "1", "--out", str(tmp_path / "file")]) == 1
+    assert capsys.readouterr().err == f"optimisers: {tmp_path / 'file'}: File exists\n"
+
+
+def test_error_of_the_system_without_a_file_is_one_line_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(demo, "run", raising(OSError("the disk is full")))
+    assert main(["demo"]) == 1
+    assert capsys.readouterr().err == "optimisers: the disk is full\n"
+
+
+def test_fault_of_the_program_itself_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(demo, "run", raising(ZeroDivisionError()))
+    with pytest.raises(ZeroDivisionError):
+        main(["demo"])
+
+
+def test_unfinished_demonstration_and_ctrl_c_outside_of_it_give_code_130(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(demo, "run", lambda **arguments: False)
+    assert main(["demo"]) == cli.INTERRUPTED == 130
+    monkeypatch.setattr(demo, "run", raising(KeyboardInterrupt()))
+    assert main(["demo"]) == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_package_runs_as_a_program(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(sys, "argv", ["optimisers", "--version"])
+    with pytest.raises(SystemExit) as raised:
+        runpy.run_module("optimisers", run_name="__main__")
+    assert raised.value.code == 0
+    assert op.__version__ in capsys.readouterr().out
+
+
+def test_help_imports_neither_autograd_nor_matplotlib():
+    code = (
+        "import sys\n"
+        "from optimisers.cli import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "sys.exit(any(name in sys.modules for name in ('autograd', 'matplotlib', 'rich.progress')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=False).returncode == 0
+
+
+def test_program_ended_by_ctrl_c_reports_writes_and_shows_no_traceback(tmp_path: Path):
+    command = [sys.executable, "-u", "-m", "optimisers", "demo", "--steps", "300", "--out", str(tmp_path)]
+    # Threads that spin while they wait for one another get nowhere on a busy machine.
+    environment = os.environ | {"OPENBLAS_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "encoding": "utf-8"}
+    with subprocess.Popen(command, env=environment, **pipes) as program:
+        assert program.stdout is not None
+        for line in program.stdout:
+            if "step  15/300" in line:
+                program.send_signal(signal.SIGINT)
+                break
+        out, err = program.communicate(timeout=100)
+    assert program.returncode == 130
+    assert err == ""
+    assert "Interrupted after" in out
+    assert {file.name for file in tmp_path.iterdir()} == {"losses.png", "sample.txt", "metrics.json"}
