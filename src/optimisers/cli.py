@@ -73,11 +73,12 @@ def _add_demo(commands: Any) -> None:
         help="train a small language model on the text of the Python language reference",
         description=(
             "Train a character-level language model with tied embeddings on the language reference that ships inside CPython: "
-            "first all of it, then with the trunk frozen, then thawed layer by layer. Writes a picture of the losses (losses.png), "
+            "first the whole model, then, on another part of the text, with its trunk frozen, and then with the trunk thawed layer "
+            "by layer. Ctrl-C ends it early, with a report of what was reached. Writes a picture of the losses (losses.png), "
             "generated text (sample.txt) and the figures (metrics.json)."
         ),
     )
-    command.add_argument("--steps", type=_at_least(1), default=800, help="optimisation steps in all (default: %(default)s)")
+    command.add_argument("--steps", type=_at_least(1), default=700, help="optimisation steps in all (default: %(default)s)")
     command.add_argument("--seed", type=_at_least(0), default=0, help="one seed, one result (default: %(default)s)")
     command.add_argument(
         "--out", type=Path, default=Path("optimisers-demo"), help="the folder that is written to (default: ./%(default)s)"

@@ -294,7 +294,7 @@ class State:
         }
         return self._with_rules(chosen, rules)
 
-    def replace(self, selector: Selectable, rule: Rule | None = None) -> "State":
+    def replace(self, selector: Selectable | Rule, rule: Rule | None = None) -> "State":
         """Give parameters another rule. Slots that both rules have under one name are kept, and with them the count.
 
         Other slots start at zero; so does the count when a member of the new rule keeps none of its slots.
@@ -305,8 +305,8 @@ class State:
         """
         if rule is None:
             selector, rule = "**", selector  # type: ignore[assignment]
-        if not isinstance(rule, Rule):
-            raise HyperparameterError(f"{rule!r} is not a rule")
+        if not isinstance(rule, Rule) or isinstance(selector, Rule):
+            raise HyperparameterError(f"{rule!r} is not a rule; replace takes a rule, or a selector and a rule")
         chosen = matching(self.layout.parameters, selector)
         program = program_of(rule)
         rules, parameters = (*self.rules, rule), list(self.layout.parameters)
