@@ -19,7 +19,7 @@ types: $(VENV)/test.stamp
 	$(RUN)/pyright
 
 unit: $(VENV)/test.stamp
-	$(RUN)/pytest -n 2 --cov --cov-report=term
+	OPENBLAS_NUM_THREADS=1 $(RUN)/pytest -n 2 --cov --cov-report=term
 
 $(VENV)/bin/pip:
 	$(PYTHON) -m venv $(VENV)

@@ -62,7 +62,8 @@ def _contests(axis: Axes, outcomes: Mapping[str, Outcome]) -> None:
         x = at + (present.index(OURS) - (len(present) - 1) / 2) * width
         axis.hlines(figures.AGAINST_FUSED[case], x - width * 0.6, x + width * 0.6, **_TARGET)
     axis.set_yscale("log")
-    axis.set_ylim(0.08, axis.get_ylim()[1] * 3)
+    values = [ratio(outcome.timings, name, FUSED) for outcome in outcomes.values() for name in outcome.timings]
+    axis.set_ylim(min(values) / 2, max(values) * 8)
     axis.axhline(1, color=_COLOURS[FUSED], linewidth=0.8)
     axis.set_xticks(range(len(outcomes)), [_CASES[case] for case in outcomes])
     axis.set_ylabel(f"time, relative to {FUSED} (log)")
@@ -98,6 +99,7 @@ def _rules(axis: Axes, outcome: Outcome) -> None:
     bars = axis.barh(range(len(values)), values, color=_COLOURS[OURS])
     axis.bar_label(bars, fmt=_short, fontsize=8, padding=2)
     axis.axvline(figures.A_BYTE, **_TARGET)
+    axis.set_xlim(0, max(figures.A_BYTE, *values) * 1.1)
     axis.set_yticks(range(len(values)), names)
     axis.invert_yaxis()
     axis.set_xlabel(f"relative to {YARDSTICK}")

@@ -96,10 +96,11 @@ def _show(console: Console, described: Mapping[str, Any], outcomes: Mapping[str,
         f"{described['cpu']}, {described['cores']} cores, {described['threads']} threads, {described['simd']}, "
         f"{described['memory_gib']} GiB; copy {described['copy_gb_per_second']} GB/s; Python {described['python']}, {versions}"
     )
-    if described["idle_before"] is not None and described["idle_before"] < _IDLE:
+    idle = described["idle_before"]
+    if idle is not None and idle < _IDLE:
         console.print(
-            f"[yellow]Other programs were using the cores ({described['idle_before']:.0%} idle before the start). PyTorch's threads wait "
-            "for each other by spinning, and then lose far more than ours; measure again on a quiet machine.[/]"
+            f"[yellow]Other programs were using the cores ({idle:.0%} idle before the start). PyTorch's threads wait for each "
+            "other by spinning, and then lose far more than ours; measure again on a quiet machine.[/]"
         )
 
 

@@ -23,8 +23,9 @@ def test_the_summary_says_what_the_state_holds(backend: Backend) -> None:
     rows = {row[0]: row[1:] for row in made.rows}
     assert rows["embed"][:2] == ("4 × 3", "float32")
     assert rows["embed"][3:] == ("1", "96 B", "2 of 4 rows frozen, tied: head, masked: head")
-    assert rows["s"] == ("scalar", "float64", "Adam(lr=0.1, betas=(0.9, 0.999), eps=1e-08)", "0", "16 B", "frozen")
-    assert rows["b"][2:] == ("Descent(lr=0.1)", "0", "0 B", "")
+    assert rows["s"] == ("scalar", "float64", "B", "0", "16 B", "frozen")
+    assert rows["b"][2:] == ("A", "0", "0 B", "")
+    assert made.rules == (("A", "Descent(lr=0.1)"), ("B", "Adam(lr=0.1, betas=(0.9, 0.999), eps=1e-08)"))
     assert made.total == "4 parameters, 15 elements, 1 of them frozen; 128 B of state"
 
 

@@ -36,9 +36,7 @@ def gather(grads: Any, layout: Layout, model: Opened | None = None) -> list[Any]
     if grads is None:
         raise GradientError("update needs gradients: a tree like the model, or a mapping from paths to arrays")
     parameters = layout.parameters
-    # A model that is one bare array takes any tree for its leaf.
-    bare = model is not None and model.structure.paths == [()] and isinstance(grads, Mapping)
-    leaves = None if model is None or bare else model.structure.leaves_of(grads)
+    leaves = None if model is None else model.structure.leaves_of(grads)
     if model is not None and leaves is not None:
         gathered = list(model.pick(leaves))
         aliases = [(at, model.structure.paths[place], view, leaves[place]) for at, place, view in model.aliases]

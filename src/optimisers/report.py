@@ -14,9 +14,13 @@ __all__ = ["Summary", "size_of", "summary"]
 
 @dataclass(frozen=True)
 class Summary:
-    """A table of a state. `print` shows it; a `rich` console shows it in colour; `rows` are its cells."""
+    """A table of a state. `print` shows it; a `rich` console shows it in colour.
+
+    `rows` are its cells; `rules` are the rules that the rows name by letters; `total` is the line below.
+    """
 
     rows: tuple[tuple[str, ...], ...]
+    rules: tuple[tuple[str, str], ...]
     total: str
 
     HEADINGS = ("parameter", "shape", "dtype", "rule", "steps", "state", "notes")
@@ -26,7 +30,8 @@ class Summary:
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(box=box.SIMPLE_HEAD, caption=self.total, caption_justify="left", pad_edge=False)
+        below = "\n".join([*(f"{letter} = {rule}" for letter, rule in self.rules), self.total])
+        table = Table(box=box.SIMPLE_HEAD, caption=Text(below, style=""), caption_justify="left", pad_edge=False)
         for heading in self.HEADINGS:
             table.add_column(heading, justify="right" if heading in ("steps", "state") else "left", overflow="fold")
         for row in self.rows:
@@ -38,7 +43,9 @@ class Summary:
         from rich.console import Console
 
         widths = [max(map(len, column)) for column in zip(self.HEADINGS, *self.rows, strict=True)]
-        console = Console(file=io.StringIO(), width=max(80, sum(widths) + 4 * len(widths)), no_color=True, highlight=False)
+        longest = max((len(rule) + 6 for _, rule in self.rules), default=0)
+        width = max(80, longest, sum(widths) + 4 * len(widths))
+        console = Console(file=io.StringIO(), width=width, no_color=True, highlight=False)
         console.print(self)
         return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()).strip("\n")  # type: ignore[attr-defined]
 
@@ -60,12 +67,19 @@ def summary(state: State) -> Summary:
     size = size_of(sum(leaf.nbytes for leaf in leaves))
     count = f"{len(leaves):,} parameter{'s' * (len(leaves) != 1)}, {elements:,} elements"
     asleep = f", {frozen:,} of them frozen" if frozen else ""
-    return Summary(tuple(map(_row, leaves)), f"{count}{asleep}; {size} of state")
+    letters = {rule: _letter(at) for at, rule in enumerate(dict.fromkeys(leaf.rule for leaf in leaves))}
+    rows = tuple(_row(leaf, letters[leaf.rule]) for leaf in leaves)
+    return Summary(rows, tuple((letter, repr(rule)) for rule, letter in letters.items()), f"{count}{asleep}; {size} of state")
 
 
-def _row(leaf: Leaf) -> tuple[str, ...]:
+def _letter(at: int) -> str:
+    """A, B, …, Z, AA, AB, …"""
+    return (_letter(at // 26 - 1) if at >= 26 else "") + chr(ord("A") + at % 26)
+
+
+def _row(leaf: Leaf, rule: str) -> tuple[str, ...]:
     shape = " × ".join(map(str, leaf.shape)) or "scalar"
-    return str(leaf.path) or "(the model)", shape, leaf.dtype, repr(leaf.rule), str(leaf.step), size_of(leaf.nbytes), _notes(leaf)
+    return str(leaf.path) or "(the model)", shape, leaf.dtype, rule, str(leaf.step), size_of(leaf.nbytes), _notes(leaf)
 
 
 def _notes(leaf: Leaf) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
+from threadpoolctl import threadpool_limits
 
 import optimisers as op
 from optimisers.demo.corpus import Corpus, Ids, entropy, read
@@ -44,7 +45,9 @@ def run(*, steps: int, seed: int, out: Path, console: Console | None = None) -> 
     finished = True
     try:
         _introduce(console, training)
-        _train(training, console)
+        # On matrices this small, a second thread of the BLAS mostly waits for the first.
+        with threadpool_limits(1, user_api="blas"):
+            _train(training, console)
     except KeyboardInterrupt:
         finished = False
         console.print(f"\nInterrupted after {len(training.losses)} of {steps} steps.")
