@@ -478,6 +478,24 @@ def test_a_kernel_that_depends_on_what_may_change_is_not_kept(value: Any) -> Non
     assert loops._fingerprint(_function(PLAIN, K=value)) is None
 
 
+def test_the_source_of_a_loop_is_written_whole_or_not_at_all(tmp_path: FilePath, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPTIMISERS_CACHE_DIR", str(tmp_path / "new"))
+    for source in ("first", "second", "second"):
+        path = loops._keep(source, "loop")
+        assert path is not None
+        assert path.read_text() == source
+        assert [each.name for each in path.parent.iterdir()] == ["loop.py"]
+    monkeypatch.setenv("OPTIMISERS_CACHE_DIR", str(path))
+    assert loops._keep("third", "loop") is None
+    assert path.read_text() == "second"
+
+
+def test_code_without_a_file_is_compiled_and_not_kept() -> None:
+    scope: dict[str, Any] = {}
+    exec("def double(x):\n    return x + x\n", scope)
+    assert loops.compile_at_once(scope["double"], "float64(float64)")(1.5) == 3.0
+
+
 def test_a_recursive_helper_has_a_fingerprint() -> None:
     scope: dict[str, Any] = {}
     exec("def helper(x):\n    return helper(x - 1) if x > 0 else x\ndef kernel(xp, g, p, h):\n    return helper(g)\n", scope)
@@ -546,9 +564,8 @@ def _plain(body: Any, x: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", ONE)
-@pytest.mark.parametrize("dtype", ["complex64", "complex128"])
-def test_functions_of_one_complex_number_are_numpys(name: str, dtype: str) -> None:
-    function = getattr(elementwise, name)
+def test_functions_of_one_complex_number_are_numpys(name: str) -> None:
+    function, dtype = getattr(elementwise, name), "complex128"
     values = COMPLEX if name in ("abs2", "conj", "imag", "isfinite", "real") else COMPLEX[:6]
     with np.errstate(all="ignore"):
         for x in values[np.abs(values) > 0 if name == "log" else slice(None)].astype(dtype):
@@ -576,6 +593,8 @@ def test_functions_of_several_numbers_are_numpys(compiled_too: bool) -> None:
 
 
 def test_the_bodies_before_compilation_are_those_of_the_compiled_code() -> None:
+    for x in (-3.0, 0.25, math.inf):
+        assert elementwise.clip.py_func(x, -1.0, 1.0) == elementwise.clip(x, -1.0, 1.0)
     assert elementwise._complex_sign(3 + 4j) == 0.6 + 0.8j
     assert elementwise._complex_sign(0j) == 0j
     assert elementwise.abs_.py_func(3 + 4j) == 5.0

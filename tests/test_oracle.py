@@ -562,8 +562,8 @@ class World:
                 assert array is at(self.model, keys) or self.is_detached(place.name)
             elif array.size:
                 first = at(new, self.canonical[place.name])
-                # A reshape across the order of the axes is a copy.
-                assert np.shares_memory(array, first) == np.shares_memory(place.look.see(first), first)
+                # Several transposes and reshapes in a row may end in a copy.
+                assert len(place.look.steps) > 1 or np.shares_memory(array, first)
                 assert not np.shares_memory(array, at(self.model, keys))
 
     def is_detached(self, name: str) -> bool:

@@ -489,6 +489,15 @@ def test_an_array_without_axes_may_be_a_hyperparameter(numpy_backend: Backend) -
     assert model["w"].dtype == np.float32
 
 
+def test_a_rule_is_adjusted_by_the_names_it_has() -> None:
+    assert op.Adam().adjusted(lr=0.5) == op.Adam(0.5)
+    for rule in (op.Adam(), op.Chain(op.ClipGrad(), op.Adam())):
+        with pytest.raises(HyperparameterError, match='has no hyperparameter "lrr"; did you mean "lr"'):
+            rule.adjusted(lrr=0.5)
+    with pytest.raises(HyperparameterError, match=r"use state\.replace"):
+        op.SGD(momentum=0.9).adjusted(nesterov=True)
+
+
 def test_betas_may_be_a_list() -> None:
     assert op.Adam(betas=[0.8, 0.9]) == op.Adam(betas=(0.8, 0.9))  # type: ignore[arg-type]
 

@@ -279,6 +279,20 @@ def test_a_state_can_be_read_by_a_person() -> None:
     assert "(the model)" in str(one)
 
 
+def test_a_leaf_can_be_read_by_a_person() -> None:
+    state, _ = _trained(op.Momentum(0.1))
+    assert repr(leaf(state, "body.0.b")) == (
+        "Leaf('body.0.b', float64[2], Momentum(lr=0.1, momentum=0.9), slots=['velocity'], step=2)"
+    )
+    marked = leaf(state.freeze("embed", rows=[1]).freeze("embed"), "embed")
+    assert repr(marked).endswith("step=2, frozen, frozen_rows=((1, 2),), ties=['head.w'])")
+
+
+def test_a_layout_says_what_it_is_the_layout_of() -> None:
+    state, _ = _trained()
+    assert repr(state.layout) == "Layout(5 parameters, 1 groups)"
+
+
 def test_a_long_state_is_shown_in_part() -> None:
     state = op.setup(op.Adam(), [np.ones(1) for _ in range(1000)])
     lines = str(state).splitlines()

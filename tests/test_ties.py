@@ -283,6 +283,24 @@ def test_tying_an_alias_brings_its_ties_along() -> None:
     assert_close(model["d"], [-3, -3], 0.0)
 
 
+def test_what_has_ties_of_its_own_is_not_tied_through_a_view() -> None:
+    w = np.ones((3, 2))
+    state = op.setup(op.Adam(), {"a": np.ones((2, 3)), "b": w, "c": w})
+    with pytest.raises(TieError, match=r"b has ties of its own, .* tie a to it instead"):
+        state.tie("b", "a", view="transpose")
+    assert {str(path) for path in leaf(state.tie("a", "b", view="transpose"), "b").ties} == {"a", "c"}
+
+
+def test_where_it_is_too_hard_to_tell_memory_counts_as_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hard(*_: Any, **__: Any) -> bool:
+        raise np.exceptions.TooHardError
+
+    monkeypatch.setattr(np, "shares_memory", hard)
+    whole = np.arange(6.0)
+    with pytest.raises(TieError, match="a and b share a part"):
+        op.setup(op.Adam(), {"a": whole[::2], "b": whole[1::2]})
+
+
 @pytest.mark.parametrize(
     ("tie", "message"),
     [

@@ -171,7 +171,7 @@ class _Part:
         keys = [(record.group, record.counter, at if own else None) for at, record in zip(members, records, strict=True)]
         rows = {key: row for row, key in enumerate(dict.fromkeys(keys))}
         self.rows = [(group, counter) for group, counter, _ in rows]
-        self.row: Sequence[int] = range(len(keys)) if len(rows) == len(keys) else [rows[key] for key in keys]
+        self.row: Any = range(len(keys)) if len(rows) == len(keys) else np.array([rows[key] for key in keys])
         self.stacked: tuple[Any, Any] = (None, None)
 
     def rules(self, state: State) -> list[Rule]:
@@ -305,7 +305,7 @@ def _columns(values: dict[str, Any], rows: int) -> dict[str, Sequence[Any]]:
     """Every scalar as a column with one value a row."""
     if rows == 1:
         return {name: [value.item() if isinstance(value, (np.ndarray, np.generic)) else value] for name, value in values.items()}
-    return {name: np.broadcast_to(np.asarray(value), (rows,)).tolist() for name, value in values.items()}
+    return {name: value if isinstance(value, np.ndarray) else [value] * rows for name, value in values.items()}
 
 
 def _decide(jobs: list[_Job], state: State) -> Any:
@@ -325,7 +325,7 @@ def _decide(jobs: list[_Job], state: State) -> Any:
             totals = [sum(float(np.sum(part)) for part in parts) for parts in zip(*(job.sums() for job in here), strict=True)]
             for job in here:
                 job.measured(totals)
-        h = SimpleNamespace(**{name: values[0] for name, values in here[0].batch.scalars[here[0].pending[0]].items()})
+        h = here[0].batch.h(here[0].pending[0], 0)
         if member.remember is not None:
             memory = {**memory, member.name: {k: _number(v) for k, v in member.remember(h, **memory[member.name]).items()}}
         for job in here:

@@ -46,7 +46,12 @@ class Batch:
     def h(self, member: int, at: int) -> SimpleNamespace:
         """The scalars of one member for one parameter, as a kernel receives them."""
         row = self.row[at]
-        return SimpleNamespace(**{name: values[row] for name, values in self.scalars[member].items()})
+        return SimpleNamespace(**{name: _plain(values[row]) for name, values in self.scalars[member].items()})
+
+
+def _plain(value: Any) -> Any:
+    # A NumPy scalar of float64 would promote float32 arrays.
+    return value.item() if isinstance(value, np.generic) else value
 
 
 class Backend(Protocol):

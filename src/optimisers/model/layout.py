@@ -1,7 +1,7 @@
 """The static half of a state: what is known of every parameter but its arrays and numbers."""
 
 from collections.abc import Iterable
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -152,4 +152,9 @@ def mask_of(runs: Runs, size: int) -> np.ndarray:
 
 def slot_dtypes(parameter: Parameter, program: Program) -> tuple[str, ...]:
     """The dtypes of the slots that a program keeps for a parameter."""
-    return tuple(slot_dtype(parameter.dtype, slot.real, parameter.state_dtype) for _, slot in program.slots)
+    return _slot_dtypes(parameter.dtype, parameter.state_dtype, program)
+
+
+@lru_cache(maxsize=1024)
+def _slot_dtypes(dtype: str, wish: str | None, program: Program) -> tuple[str, ...]:
+    return tuple(slot_dtype(dtype, slot.real, wish) for _, slot in program.slots)

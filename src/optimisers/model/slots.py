@@ -29,9 +29,13 @@ def zeros_for(parameter: Parameter, program: Program) -> tuple[Any, ...]:
     """Fresh slots."""
     dtypes = slot_dtypes(parameter, program)
     backend = backend_for(parameter.library, program, (parameter.dtype, *dtypes))
-    shapes = [slot.shape(parameter.shape) if slot.shape else parameter.shape for _, slot in program.slots]
     return tuple(
-        backend.zeros(shape, dtype, parameter.library, parameter.device) for shape, dtype in zip(shapes, dtypes, strict=True)
+        [
+            backend.zeros(
+                slot.shape(parameter.shape) if slot.shape else parameter.shape, dtype, parameter.library, parameter.device
+            )
+            for (_, slot), dtype in zip(program.slots, dtypes, strict=True)
+        ]
     )
 
 

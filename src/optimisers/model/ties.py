@@ -1,7 +1,7 @@
 """Which occurrences are one parameter: the same object, or the same memory seen through a transpose or a reshape."""
 
 from collections.abc import Sequence
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -123,7 +123,7 @@ def find_ties(paths: Sequence[Path], arrays: Sequence[Any]) -> list[list[tuple[i
             alone.append([seen])
         else:
             _check_self_overlap(paths[occurrences[0]], memory)
-            located.append(seen)
+            located.append(seen._replace(bounds=memory.bounds))
     parameters = [_described(cluster) for cluster in (*alone, *_by_memory(paths, located))]
     return sorted(parameters, key=lambda group: group[0][0])
 
@@ -134,14 +134,15 @@ class _Seen(NamedTuple):
     occurrences: list[int]
     array: Any
     memory: Memory | None
+    bounds: tuple[int, int] = (0, 0)
 
 
 def _by_memory(paths: Sequence[Path], located: list[_Seen]) -> list[list[_Seen]]:
     """Group arrays that see the same memory, in one sweep over the addresses."""
     clusters: list[list[_Seen]] = []
     reaching: list[tuple[int, list[_Seen]]] = []
-    for seen in sorted(located, key=_bounds):
-        low, high = _bounds(seen)
+    for seen in sorted(located, key=attrgetter("bounds")):
+        low, high = seen.bounds
         reaching = [(end, cluster) for end, cluster in reaching if end > low]
         for _, cluster in reaching:
             other = cluster[0]
@@ -165,18 +166,16 @@ def _memory(seen: _Seen) -> Memory:
     return seen.memory
 
 
-def _bounds(seen: _Seen) -> tuple[int, int]:
-    return _memory(seen).bounds
-
-
 def _described(cluster: list[_Seen]) -> list[tuple[int, View]]:
+    if len(cluster) == 1:
+        return [(at, SAME) for at in cluster[0].occurrences]
     first = min(cluster, key=lambda seen: seen.occurrences[0])
     views = [SAME if seen is first else _view(_memory(first), _memory(seen)) or SAME for seen in cluster]
     return sorted(((at, view) for seen, view in zip(cluster, views, strict=True) for at in seen.occurrences), key=itemgetter(0))
 
 
 def _check_self_overlap(path: Path, memory: Memory) -> None:
-    if any(stride == 0 and size > 1 for size, stride in zip(memory.shape, memory.strides, strict=True)):
+    if 0 in memory.strides and any(stride == 0 and size > 1 for size, stride in zip(memory.shape, memory.strides, strict=True)):
         raise TieError(f"{path}: several elements of this array share one place in memory (it was broadcast); copy it")
 
 

@@ -93,8 +93,10 @@ def _key(entry: Any) -> Hashable:
 
 
 def _occurrence(path: Path, accessor: optree.PyTreeAccessor) -> Occurrence:
-    trains = all(entry.entry in _TRAINABLE[entry.type] for entry in accessor if entry.type in _TRAINABLE)
-    return Occurrence(path, tuple(entry.type for entry in accessor), trains)
+    owners = tuple([entry.type for entry in accessor])
+    special = _TRAINABLE.keys() & owners
+    trains = not special or all(entry.entry in _TRAINABLE[entry.type] for entry in accessor if entry.type in special)
+    return Occurrence(path, owners, trains)
 
 
 def flatten(model: Any) -> tuple[list[Any], optree.PyTreeSpec]:
