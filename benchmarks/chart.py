@@ -57,7 +57,7 @@ def _contests(axis: Axes, outcomes: Mapping[str, Outcome]) -> None:
             x = at + (place - (len(present) - 1) / 2) * width
             label = None if name in labelled else name
             bar = axis.bar(x, value, width * 0.94, color=_COLOURS[name], label=label)
-            axis.bar_label(bar, fmt=_short, fontsize=8)
+            axis.bar_label(bar, fmt=_short, fontsize=7)
             labelled.add(name)
         x = at + (present.index(OURS) - (len(present) - 1) / 2) * width
         axis.hlines(figures.AGAINST_FUSED[case], x - width * 0.6, x + width * 0.6, **_TARGET)
@@ -117,4 +117,4 @@ def _bars(axis: Axes, names: list[str], values: list[float]) -> None:
 
 
 def _short(value: float) -> str:
-    return f"{value:.0f}" if value >= 10 else f"{value:.2f}"
+    return f"{value:.0f}" if value >= 10 else f"{value:.2f}" if value >= 0.1 else f"{value:.1g}"

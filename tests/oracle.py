@@ -132,11 +132,14 @@ class Oracle:
         each.slots = each.fresh() if each.slots is None else each.slots
 
     def reset(self, names: Iterable[str]) -> None:
-        """Slots and counts at zero."""
-        for name in names:
+        """Slots and counts at zero; when all start afresh, so do the gates."""
+        chosen = set(names)
+        for name in chosen:
             each = self[name]
             each.count = 0
             each.slots = None if each.slots is None else each.fresh()
+        if chosen == self.parameters.keys():
+            self.filled = self.skipped = 0
 
     def drop(self, names: Iterable[str]) -> None:
         """Free the slots of frozen parameters."""

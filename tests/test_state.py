@@ -265,7 +265,7 @@ def test_a_state_can_be_read_by_a_person() -> None:
     state, _ = _trained()
     assert repr(state) == "State(step=2, 5 parameters, Adam(lr=0.1, betas=(0.9, 0.999), eps=1e-08))"
     state = state.freeze("body.0").freeze("embed", rows=[1]).mask("head.w").adjust("body.1", lr=0.5)
-    assert repr(state) == "State(step=2, 5 parameters, 2 frozen, 2 rules)"
+    assert repr(state) == "State(step=2, 5 parameters, 2 frozen, 1 partly frozen, 2 rules)"
     lines = str(state).splitlines()
     assert lines[0] == repr(state)
     assert len(lines) == 6

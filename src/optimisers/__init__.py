@@ -60,3 +60,7 @@ __all__ = [
     "update",
     "update_",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

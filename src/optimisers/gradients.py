@@ -1,6 +1,6 @@
 """Gradients: gathering them by parameter, and flat views of a model to differentiate with respect to."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import reduce
 from operator import add
 from typing import Any, NamedTuple
@@ -41,7 +41,7 @@ def gather(grads: Any, layout: Layout, model: Opened | None = None) -> list[Any]
         gathered = list(model.pick(leaves))
         aliases = [(at, model.structure.paths[place], view, leaves[place]) for at, place, view in model.aliases]
     else:
-        places = set(layout.index) if model is None else set(model.structure.paths)
+        places = {*layout.index, *layout.excluded} if model is None else model.structure.places
         by_path = _by_path(grads, places, alone=model is None)
         gathered = [by_path.get(parameter.path) for parameter in parameters]
         aliases = [
@@ -66,12 +66,18 @@ def _silent(layout: Layout) -> list[int]:
     return layout.cache["silent"]
 
 
-def _by_path(grads: Any, places: set[Path], *, alone: bool) -> dict[Path, Any]:
+def _by_path(grads: Any, places: Collection[Path], *, alone: bool) -> dict[Path, Any]:
     """Gradients by path, from a tree that lacks branches or from a mapping of paths."""
+    if isinstance(grads, Mapping) and not isinstance(grads, dict):
+        grads = dict(grads)
     leaves, structure = opened(grads)
     given = list(zip(structure.paths, leaves, strict=True))
     if isinstance(grads, Mapping) and not _is_tree(grads, structure.paths, places):
         given = [(Path(path), grad) for path, grad in grads.items()]
+    if not given and not isinstance(grads, Mapping) and places:
+        raise GradientError(
+            f"the gradients are an empty {type(grads).__name__}; pass a tree like the model, or a mapping from paths to arrays"
+        )
     found: dict[Path, Any] = {}
     branches: set[Path] | None = None
     for path, grad in given:
@@ -93,7 +99,7 @@ def _by_path(grads: Any, places: set[Path], *, alone: bool) -> dict[Path, Any]:
     return found
 
 
-def _is_tree(grads: Mapping[Any, Any], paths: list[Path], places: set[Path]) -> bool:
+def _is_tree(grads: Mapping[Any, Any], paths: list[Path], places: Collection[Path]) -> bool:
     """Whether a mapping is a tree: it has branches, or its keys are those of the model's own root."""
     if any(isinstance(key, Path) for key in grads):
         return False
@@ -200,10 +206,12 @@ def partition(state: State, model: Any) -> tuple[dict[str, Any], Callable[[Mappi
     check_state(state, "partition")
     view = open_with(state.layout, model)
     roots = {path[0] for path in view.structure.paths if path}
+    seen_from: dict[int, list[tuple[Path, int, View]]] = {}
+    for owner, place, how in view.aliases:
+        seen_from.setdefault(owner, []).append((view.structure.paths[place], place, how))
     sources: dict[str, _Source] = {}
     for at, parameter in enumerate(state.parameters):
-        seen = [(parameter.path, view.canonical[at], SAME)]
-        seen += [(view.structure.paths[place], place, how) for owner, place, how in view.aliases if owner == at]
+        seen = [(parameter.path, view.canonical[at], SAME), *seen_from.get(at, ())]
         seen = [each for each in seen if each[0] not in parameter.masked]
         if seen and not parameter.frozen:
             sources[_name(seen[0][0], roots)] = _Source(parameter, seen[0][2], [each[1:] for each in seen])

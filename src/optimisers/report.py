@@ -67,9 +67,10 @@ def summary(state: State) -> Summary:
     size = size_of(sum(leaf.nbytes for leaf in leaves))
     count = f"{len(leaves):,} parameter{'s' * (len(leaves) != 1)}, {elements:,} elements"
     asleep = f", {frozen:,} of them frozen" if frozen else ""
-    letters = {rule: _letter(at) for at, rule in enumerate(dict.fromkeys(leaf.rule for leaf in leaves))}
-    rows = tuple(_row(leaf, letters[leaf.rule]) for leaf in leaves)
-    return Summary(rows, tuple((letter, repr(rule)) for rule, letter in letters.items()), f"{count}{asleep}; {size} of state")
+    rules = {leaf.rule.key: repr(leaf.rule) for leaf in leaves}
+    letters = {key: _letter(at) for at, key in enumerate(rules)}
+    rows = tuple(_row(leaf, letters[leaf.rule.key]) for leaf in leaves)
+    return Summary(rows, tuple((letters[key], rule) for key, rule in rules.items()), f"{count}{asleep}; {size} of state")
 
 
 def _letter(at: int) -> str:

@@ -11,7 +11,7 @@ import array_api_compat
 
 from optimisers.errors import HyperparameterError
 
-__all__ = ["Constant", "Cosine", "Joined", "Linear", "Schedule", "warmup"]
+__all__ = ["Constant", "Cosine", "Joined", "Linear", "Schedule", "Shifted", "warmup"]
 
 
 class Schedule:
@@ -20,6 +20,15 @@ class Schedule:
     def __call__(self, step: Any) -> Any:
         """The value at a step: a number for a number, an array for an array (or a tracer)."""
         raise NotImplementedError  # every schedule defines it
+
+    def starting_at(self, step: int) -> "Shifted":
+        """This schedule, with its step 0 at a later step: `state.adjust(lr=schedule.starting_at(state.step))`.
+
+        >>> from optimisers.schedules import Linear
+        >>> Linear(0.0, 1.0, 4).starting_at(100)(102)
+        0.5
+        """
+        return Shifted(self, step)
 
     def then(self, other: "Schedule | float", after: int) -> "Joined":
         """This schedule for `after` steps, then another one, which counts its steps from there.
@@ -43,6 +52,22 @@ class Constant(Schedule):
 
     def __call__(self, step: Any) -> Any:
         return self.value
+
+
+@dataclass(frozen=True)
+class Shifted(Schedule):
+    """Another schedule that begins at a later step; before it, its first value.
+
+    >>> Shifted(Linear(0.0, 1.0, 4), 100)(101)
+    0.25
+    """
+
+    schedule: Schedule
+    start: int
+
+    def __call__(self, step: Any) -> Any:
+        later = step - self.start
+        return self.schedule(_where(later > 0, later, 0))
 
 
 @dataclass(frozen=True)

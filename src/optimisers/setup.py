@@ -4,11 +4,12 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 from warnings import warn
 
-from optimisers.backends.arrays import itemsize_of, trainable_dtype
+from optimisers.backends.arrays import itemsize_of, library_of, trainable_dtype
 from optimisers.errors import DtypeError, HyperparameterError, OptimiserWarning, PathError, StateError
 from optimisers.model.layout import Parameter
 from optimisers.model.reading import parameters_of
 from optimisers.model.select import Selectable, as_selector, matching
+from optimisers.model.trees import opened
 from optimisers.rules.base import Rule
 from optimisers.state import State, new_state
 
@@ -19,8 +20,8 @@ def setup(
     rule: Rule | Mapping[Any, Rule] | Callable[[Parameter], Rule],
     model: Any,
     *,
-    trainable: Selectable | None = None,
-    frozen: Selectable | None = None,
+    trainable: "Selectable | None" = None,
+    frozen: "Selectable | None" = None,
     ties: Iterable[tuple[Any, ...]] = (),
     state_dtype: Any = None,
 ) -> State:
@@ -60,7 +61,9 @@ def setup(
         excluded = frozenset(path for at, record in enumerate(records) if at not in chosen for path in record.paths)
         records = [record for at, record in enumerate(records) if at in chosen]
     if not records:
-        warn("the model has no trainable parameter (no floating or complex array)", OptimiserWarning, stacklevel=2)
+        warn(
+            f"the model has no trainable parameter (no floating or complex array){_unopened(model)}", OptimiserWarning, stacklevel=2
+        )
     rules, groups = _assign(rule, records)
     sleeping = set() if frozen is None else set(matching(records, frozen))
     wish = None if state_dtype is None else _dtype(state_dtype)
@@ -90,10 +93,20 @@ def trainables(model: Any) -> dict[str, Any]:
     return {str(record.path): array for record, array in parameters_of(model)}
 
 
+def _unopened(model: Any) -> str:
+    """What a model without parameters holds that may be a container."""
+    kinds = {type(leaf).__name__ for leaf in opened(model)[0] if library_of(leaf) is None and hasattr(leaf, "__dict__")}
+    return f"; it holds {', '.join(sorted(kinds))}, which optimisers.register can open" if kinds else ""
+
+
 def _check(rule: Any) -> None:
     """Check that something can tell parameters their rules."""
     if isinstance(rule, type) and issubclass(rule, Rule):
         raise HyperparameterError(f"setup takes a rule, not the class {rule.__name__}; call it: {rule.__name__}()")
+    for key, each in rule.items() if isinstance(rule, Mapping) else ():
+        if not isinstance(each, Rule):
+            shown = repr(each) if len(repr(each)) < 40 else f"a {type(each).__name__}"
+            raise HyperparameterError(f"{key!r}: {shown} is not a rule; the rules come first, then the model")
     if not isinstance(rule, (Rule, Mapping)) and not callable(rule):
         raise HyperparameterError(
             f"setup takes a rule, a mapping of rules or a function, not {type(rule).__name__}; the rule comes first, then the model"
@@ -106,14 +119,16 @@ def _assign(wish: Any, records: list[Parameter]) -> tuple[list[Rule], list[int]]
         chosen: list[Any] = list(_by_selectors(wish, records)) if records else []
     else:
         chosen = [wish if isinstance(wish, Rule) else wish(record) for record in records]
-    numbers: dict[Rule, int] = {}
+    numbers: dict[Any, int] = {}
+    rules: list[Rule] = []
     for record, each in zip(records, chosen, strict=True):
         if not isinstance(each, Rule):
             raise HyperparameterError(f"{record.path}: {each!r} is not a rule")
-        numbers.setdefault(each, len(numbers))
+        if numbers.setdefault(each.key, len(rules)) == len(rules):
+            rules.append(each)
     if not records and isinstance(wish, (Rule, Mapping)):
-        numbers = dict.fromkeys([wish] if isinstance(wish, Rule) else list(wish.values())[:1], 0)
-    return list(numbers), [numbers[each] for each in chosen]
+        rules = [wish] if isinstance(wish, Rule) else list(wish.values())[:1]
+    return rules, [numbers[each.key] for each in chosen]
 
 
 def _by_selectors(wish: Mapping[Any, Rule], records: list[Parameter]) -> list[Rule]:

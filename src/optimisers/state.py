@@ -84,7 +84,7 @@ class State:
         True
     """
 
-    __slots__ = ("__weakref__", "addresses", "counters", "detached", "layout", "memory", "rules", "slots", "step")
+    __slots__ = ("__weakref__", "addresses", "counters", "detached", "layout", "memory", "rules", "slots", "spent", "step")
 
     def __init__(
         self,
@@ -105,6 +105,8 @@ class State:
         self.memory = memory
         # Places that were untied: the model still holds the shared array there, and the next step gives them one of their own.
         self.detached = detached
+        # Whether update_ has written into the slots, so that they no longer go with the counts.
+        self.spent = False
         # What backends keep about these very slot arrays; it goes on to the next state as long as the arrays do.
         self.addresses = {} if addresses is None else addresses
 
@@ -176,7 +178,7 @@ class State:
 
     # Who trains -------------------------------------------------------------------------------------------------------
 
-    def freeze(self, selector: Selectable, *, rows: Any = None) -> "State":
+    def freeze(self, selector: "Selectable", *, rows: Any = None) -> "State":
         """Freeze parameters: they do not move, whatever their gradient, and keep their slots and count.
 
         Of a tied parameter every occurrence freezes.
@@ -184,8 +186,8 @@ class State:
         **Arguments:**
 
         - `selector`: which parameters.
-        - `rows`: a boolean mask, a slice or a list of numbers: only these rows (along axis 0) freeze, beside those
-          that are frozen already.
+        - `rows`: a boolean mask, a slice or a list of numbers: only these rows freeze, beside those that are frozen
+          already. They go along axis 0 of the parameter as it stands at its canonical path.
 
         **Raises** `PathError` when nothing matches; `ShapeError` for rows that do not fit.
         """
@@ -194,7 +196,7 @@ class State:
             return self._with(chosen, lambda parameter: parameter._replace(frozen=True))
         return self._with(chosen, lambda parameter: rewrite.with_rows(parameter, rows, frozen=True))
 
-    def thaw(self, selector: Selectable = "**", *, rows: Any = None) -> "State":
+    def thaw(self, selector: "Selectable" = "**", *, rows: Any = None) -> "State":
         """Thaw parameters: they train again, with the slots and count they had. One that never trained starts fresh, at zero.
 
         **Arguments:**
@@ -209,14 +211,14 @@ class State:
             return self._with(chosen, lambda parameter: parameter._replace(frozen=False, frozen_rows=()))
         return self._with(chosen, lambda parameter: rewrite.with_rows(parameter, rows, frozen=False))
 
-    def mask(self, selector: Selectable) -> "State":
+    def mask(self, selector: "Selectable") -> "State":
         """Let occurrences no longer contribute to the gradient of their parameter, which trains on from its others.
 
         **Raises** `PathError` when nothing matches.
         """
         return self._with_masks(selector, lambda masked, paths: masked | paths)
 
-    def unmask(self, selector: Selectable = "**") -> "State":
+    def unmask(self, selector: "Selectable" = "**") -> "State":
         """Let occurrences contribute again. All of them by default.
 
         **Raises** `PathError` when nothing matches.
@@ -262,13 +264,14 @@ class State:
 
     # Rules ------------------------------------------------------------------------------------------------------------
 
-    def adjust(self, selector: Selectable = "**", /, **hyperparameters: Any) -> "State":
+    def adjust(self, selector: "Selectable" = "**", /, **hyperparameters: Any) -> "State":
         """Change hyperparameters and keep everything else: moments, counts, flags.
 
         **Arguments:**
 
         - `selector`: which parameters; all by default.
-        - `**hyperparameters`: new values, numbers or schedules. In a chain, every member that has the name takes it; selected
+        - `**hyperparameters`: new values, numbers or schedules. A schedule reads `state.step`; to begin it now, give
+          `schedule.starting_at(state.step)`. In a chain, every member that has the name takes it; selected
           parameters whose rule lacks it are left alone.
 
         **Raises** `PathError` when nothing matches; `HyperparameterError` for a name that no selected rule has, or a value out
@@ -294,7 +297,7 @@ class State:
         }
         return self._with_rules(chosen, rules)
 
-    def replace(self, selector: Selectable | Rule, rule: Rule | None = None) -> "State":
+    def replace(self, selector: "Selectable | Rule", rule: Rule | None = None) -> "State":
         """Give parameters another rule. Slots that both rules have under one name are kept, and with them the count.
 
         Other slots start at zero; so does the count when a member of the new rule keeps none of its slots.
@@ -329,8 +332,11 @@ class State:
 
     # Slots ------------------------------------------------------------------------------------------------------------
 
-    def reset(self, selector: Selectable = "**") -> "State":
-        """Start parameters afresh: slots at zero, count at zero. All of them by default.
+    def reset(self, selector: "Selectable" = "**") -> "State":
+        """Start parameters afresh: slots at zero, count at zero.
+
+        All of them by default; then what rules keep for the tree starts afresh, too. The step that schedules read stays;
+        `schedule.starting_at(state.step)` begins one anew.
 
         **Raises** `PathError` when nothing matches.
         """
@@ -340,9 +346,10 @@ class State:
             parameters[at] = parameters[at]._replace(counter=len(self.counters))
             if slots[at] is not None:
                 slots[at] = zeros_for(parameters[at], self.layout.programs[parameters[at].group])
-        return self._next(parameters, slots, counters=(*self.counters, 0))
+        memory = {} if len(chosen) == len(parameters) else self.memory
+        return self._next(parameters, slots, counters=(*self.counters, 0), memory=memory)
 
-    def drop(self, selector: Selectable = "**") -> "State":
+    def drop(self, selector: "Selectable" = "**") -> "State":
         """Free the slots of frozen parameters; when thawed, they start fresh. By default those of all that are frozen.
 
         **Raises** `PathError` when nothing matches; `StateError` when a selected parameter is live.
@@ -371,11 +378,14 @@ class State:
         counters: Sequence[Any] | None = None,
         excluded: frozenset[Path] | None = None,
         detached: frozenset[Path] | None = None,
+        memory: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> "State":
         """A state with other contents, its groups and counters put in order.
 
         None of them is unused, and no counter is shared by frozen and live parameters.
         """
+        if self.spent:
+            raise StateError("update_ has written into the slots of this state; use the state that it returned")
         rules = self.rules if rules is None else rules
         counters = self.counters if counters is None else counters
         groups: dict[int, int] = {}
@@ -395,7 +405,9 @@ class State:
         kept = tuple(rules[group] for group in groups) or tuple(rules[:1])
         layout = Layout.of(tidy, map(program_of, kept), self.layout.excluded if excluded is None else excluded)
         detached = frozenset(path for path in (self.detached if detached is None else detached) if path in layout.index)
-        return State(layout, kept, tuple(used), self.step, tuple(slots), _memory(kept, self.memory), detached)
+        return State(
+            layout, kept, tuple(used), self.step, tuple(slots), _memory(kept, self.memory if memory is None else memory), detached
+        )
 
     def _at(self, path: "str | tuple[Any, ...]") -> int:
         at = self.layout.index.get(Path(path))
@@ -412,7 +424,7 @@ class State:
                 slots[at] = zeros_for(parameter, self.layout.programs[parameter.group])
         return self._next(parameters, slots)
 
-    def _with_masks(self, selector: Selectable, combine: Callable[[frozenset[Path], set[Path]], frozenset[Path]]) -> "State":
+    def _with_masks(self, selector: "Selectable", combine: Callable[[frozenset[Path], set[Path]], frozenset[Path]]) -> "State":
         matching(self.layout.parameters, selector)
         wish = as_selector(selector)
         parameters = [
@@ -452,6 +464,8 @@ class State:
         frozen = sum(parameter.frozen for parameter in self.layout.parameters)
         shown = [f"step={self.step}", f"{len(self)} parameter{'s' * (len(self) != 1)}"]
         shown += [f"{frozen} frozen"] if frozen else []
+        partly = sum(bool(parameter.frozen_rows) and not parameter.frozen for parameter in self.layout.parameters)
+        shown += [f"{partly} partly frozen"] if partly else []
         shown.append(repr(self.rules[0]) if len(self.rules) == 1 else f"{len(self.rules)} rules")
         return f"State({', '.join(shown)})"
 

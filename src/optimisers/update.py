@@ -1,15 +1,19 @@
 """The way of a step: open the model, gather gradients, run each batch in its backend, put the arrays back."""
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from operator import itemgetter
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from optimisers.backends.array_api import namespace
+from optimisers.backends.arrays import memory_of
 from optimisers.backends.base import Batch
 from optimisers.backends.choose import backend_for, reference_only_is_set
-from optimisers.errors import TieError
+from optimisers.errors import StateError, TieError
 from optimisers.gradients import gather
 from optimisers.model.layout import Layout, slot_dtypes
 from optimisers.model.reading import Opened, open_with, picker
@@ -71,6 +75,8 @@ def update_(state: State, model: Any, grads: Any = None) -> tuple[State, Any]:
 
 def _step(state: State, model: Any, grads: Any, *, in_place: bool) -> tuple[State, Any]:
     check_state(state, "update")
+    if state.spent:
+        raise StateError("update_ has written into the slots of this state; use the state that it returned")
     view = open_with(state.layout, model)
     gradients = gather(grads, state.layout, view)
     plan = _plan(state.layout, gradients)
@@ -78,10 +84,10 @@ def _step(state: State, model: Any, grads: Any, *, in_place: bool) -> tuple[Stat
         view.check_ties()
     arrays, changed = _apart(state, view)
     jobs = [_Job(part, state, arrays, gradients, in_place) for part in plan.parts]
-    if in_place:
-        _untangle(jobs)
     for job in jobs:
         job.part.backend.prepare(job.batch)
+    if in_place:
+        _untangle(jobs)
     memory = _decide(jobs, state)
     slots = state.slots
     for job in jobs:
@@ -93,6 +99,8 @@ def _step(state: State, model: Any, grads: Any, *, in_place: bool) -> tuple[Stat
     layout, counters = _counted(state, plan, [job.open for job in jobs])
     step = state.step + 1 if any(job.open for job in jobs) else state.step
     addresses = state.addresses if slots is state.slots else None
+    # What is left of the old state is its counts, which no longer go with its slots.
+    state.spent = in_place and slots is state.slots and any(job.batch.slot_dtypes for job in jobs)
     new_state = State(layout, state.rules, counters, step, slots, memory, addresses=addresses)
     # An alias of its own is put back into line even where the parameter was written in place.
     if in_place and view.aliases:
@@ -126,18 +134,51 @@ def _apart(state: State, view: Opened) -> tuple[Sequence[Any], dict[int, Any]]:
 
 
 def _untangle(jobs: list["_Job"]) -> None:
-    """Copy gradients that lie in the memory of parameters, which are about to be written (the gradient of a·b is b)."""
-    batches = [job.batch for job in jobs if job.batch.library == "numpy"]
-    written = {_owner(param) for batch in batches for param in batch.params}
-    for batch in batches:
-        if not written.isdisjoint(map(_owner, batch.grads)):
-            batch.grads = [grad.copy() if _owner(grad) in written else grad for grad in batch.grads]
+    """Copy gradients that lie in the memory of parameters, which are about to be written (the gradient of a·b is b).
+
+    **Raises** `TieError` when two parameters lie in one place.
+    """
+    jobs = [job for job in jobs if job.batch.library == "numpy"]
+    written = {id(param) for job in jobs for param in job.batch.params}
+    # Arrays that own their memory share it with no other object.
+    if all(
+        written.isdisjoint(map(id, job.batch.grads)) and not any(map(_shares, job.batch.params + job.batch.grads)) for job in jobs
+    ):
+        return
+    owners = [(job.batch.paths[at], *_bounds(param)) for job in jobs for at, param in enumerate(job.batch.params)]
+    owners = sorted((each for each in owners if each[1] < each[2]), key=itemgetter(1))
+    for (path, _, end), (other, start, _) in pairwise(owners):
+        if start < end:
+            raise TieError(
+                f"{path} and {other} lie in the same memory now, but were two parameters when the state was made; copy one"
+            )
+    starts, ends = [start for _, start, _ in owners], [end for _, _, end in owners]
+    for job in jobs:
+        grads = [
+            grad if grad is param or not _within(_bounds(grad), starts, ends) else grad.copy()
+            for param, grad in zip(job.batch.params, job.batch.grads, strict=True)
+        ]
+        if any(new is not old for new, old in zip(grads, job.batch.grads, strict=True)):
+            job.batch.grads = grads
+            job.part.backend.prepare(job.batch)
 
 
-def _owner(array: Any) -> int:
-    """The object that owns an array's memory."""
-    base = getattr(array, "base", None)
-    return id(array if base is None else base)
+def _shares(array: Any) -> bool:
+    return getattr(array, "base", None) is not None
+
+
+def _bounds(array: Any) -> tuple[int, int]:
+    if not array.size or isinstance(array, np.generic):
+        return 0, 0
+    memory = memory_of(array, "numpy")
+    assert memory is not None
+    return memory.bounds
+
+
+def _within(bounds: tuple[int, int], starts: list[int], ends: list[int]) -> bool:
+    """Whether an array lies, in part, in one of some ranges of memory, which are ascending and apart."""
+    before = bisect_left(starts, bounds[1])
+    return before > 0 and ends[before - 1] > bounds[0]
 
 
 def _replaced(slots: tuple[Any, ...], members: Sequence[int], new: Sequence[Any]) -> tuple[Any, ...]:
@@ -301,7 +342,7 @@ class _Job:
         return self.part.backend.sums(self.batch, self.pending[0])
 
 
-def _columns(values: dict[str, Any], rows: int) -> dict[str, Sequence[Any]]:
+def _columns(values: dict[str, Any], rows: int) -> dict[str, Any]:
     """Every scalar as a column with one value a row."""
     if rows == 1:
         return {name: [value.item() if isinstance(value, (np.ndarray, np.generic)) else value] for name, value in values.items()}

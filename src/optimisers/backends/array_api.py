@@ -9,6 +9,7 @@ import numpy as np
 
 from optimisers.backends.arrays import compute_dtype, dtype_name, namespace_of, numpy_dtype
 from optimisers.backends.base import Batch, check
+from optimisers.errors import HyperparameterError
 from optimisers.rules.program import Program
 
 __all__ = ["Namespace", "fuses", "namespace", "prepare", "run", "sums", "wide", "zeros"]
@@ -248,7 +249,13 @@ def _through(program: Program, xp: Namespace, g: Any, p: Any, h: list[Any], slot
             new[span] = out
         elif member.kernel is not None:
             out = member.kernel(xp, g, p, scalars, *slots[span])
-            g, *new[span] = out if isinstance(out, tuple) else (out,)
+            parts = out if isinstance(out, tuple) else (out,)
+            if len(parts) != 1 + len(member.slots):
+                slot_names = [name for name, _ in member.slots]
+                raise HyperparameterError(
+                    f"the kernel of {member.name} returned {len(parts)} values; it returns the step and its slots {slot_names}"
+                )
+            g, *new[span] = parts
     return g, new
 
 

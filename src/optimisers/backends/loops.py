@@ -11,7 +11,7 @@ import types
 import warnings
 from collections import namedtuple
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import lru_cache
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -52,7 +52,7 @@ def compile_at_once(function: Callable[..., Any], signature: str, **options: Any
         return numba.njit(signature, **options)(function)
 
 
-@cache
+@lru_cache(maxsize=1024)
 def loop(
     program: Program, dtypes: tuple[str, ...], columns: tuple[tuple[str, ...], ...], purpose: str
 ) -> Callable[..., None] | None:

@@ -25,6 +25,7 @@ from optimisers.rules.program import Program
 __all__ = ["fuses", "prepare", "run", "sums", "zeros"]
 
 _CHUNK = 16_384
+_BATCHES = 64
 # Handing work to another thread takes about a tenth of a millisecond: as long as this many elements take.
 _PARALLEL_FROM = 400_000
 _PARALLEL_SHARE = 1_000_000
@@ -116,7 +117,8 @@ class _Work(NamedTuple):
 
 def fuses(program: Program, dtypes: tuple[str, ...]) -> bool:
     """Whether the program speaks of single elements, of dtypes that compiled code knows."""
-    return program.elementwise and DTYPES.issuperset(dtypes)
+    plain = program.elementwise and all(slot.shape is None for _, slot in program.slots)
+    return plain and DTYPES.issuperset(dtypes)
 
 
 def prepare(batch: Batch) -> None:
@@ -148,6 +150,8 @@ def _read_slots(batch: Batch, expected: _Expected, addresses: np.ndarray) -> boo
     for at, (column, dtype) in enumerate(zip(columns, batch.slot_dtypes, strict=True)):
         if not expected.read(column, dtype, addresses[2 + at], writeable=True):
             return False
+    if len(batch.addresses) >= _BATCHES:
+        batch.addresses.clear()
     batch.addresses[key] = addresses[2:].copy()
     return True
 

@@ -38,7 +38,7 @@ class Path(tuple[Hashable, ...]):
         if isinstance(keys, cls):
             return keys
         if isinstance(keys, str):
-            return super().__new__(cls, (_key(token) for token in _tokens(keys)))
+            return super().__new__(cls, _parsed(keys))
         if isinstance(keys, int):
             return super().__new__(cls, (keys,))
         return super().__new__(cls, keys)
@@ -139,6 +139,11 @@ def _spell(key: Hashable) -> str:
 def _quote(key: str) -> str:
     escaped = key.replace("\\", "\\\\").replace('"', '\\"')
     return f'"{escaped}"'
+
+
+@lru_cache(maxsize=100_000)
+def _parsed(spelling: str) -> tuple[Hashable, ...]:
+    return tuple(_key(token) for token in _tokens(spelling))
 
 
 def _tokens(spelling: str) -> list[str]:

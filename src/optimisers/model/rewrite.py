@@ -112,6 +112,8 @@ def with_rows(parameter: Parameter, rows: Any, *, frozen: bool) -> Parameter:
         if isinstance(mask, np.ndarray) and mask.dtype != bool:
             mask = mask.astype(np.int64, casting="safe")
         chosen[mask] = True
+        if isinstance(rows, slice) and size and not chosen.any():
+            raise IndexError("it selects no row")
     except (IndexError, TypeError, ValueError) as error:
         raise ShapeError(f"{parameter.path} has {size} rows, and rows={rows!r} does not fit them: {error}") from None
     before = mask_of(parameter.frozen_rows, size)

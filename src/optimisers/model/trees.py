@@ -60,8 +60,13 @@ class Structure:
 
     def rebuild(self, model: Any, leaves: Iterable[Any]) -> Any:
         """A model like this one, which has this structure, with other leaves."""
-        # Nodes of registered types are rebuilt from the nodes of the very model.
-        return optree.tree_unflatten(flatten(model)[1] if self._types & _OPEN else self.spec, leaves)
+        # The very model tells the order of its dicts, and what its nodes hold beside their children.
+        return optree.tree_unflatten(flatten(model)[1], leaves)
+
+    @cached_property
+    def places(self) -> dict[Path, int]:
+        """The number of the leaf at each path."""
+        return {path: at for at, path in enumerate(self.paths)}
 
     @cached_property
     def _root_keys(self) -> set[Hashable] | None:
@@ -134,6 +139,8 @@ _CLOSED: set[type] = {type(None), bool, int, float, complex, str, bytes}
 """Types known to be leaves."""
 _OPEN: set[type] = set()
 """Types registered here."""
+_REGISTERED: dict[type, tuple[Any, Any]] = {}
+"""For types that the user registered, how their children are found, and how they are rebuilt."""
 _TRAINABLE: dict[type, frozenset[Hashable]] = {}
 """For types that do not train whole, the children that do."""
 
@@ -180,6 +187,7 @@ def register(
     look = children if callable(children) else _attributes(names)
     if not _enter(cls, look, _with_attributes, rebuild):
         raise ModelError(f"{cls.__name__} is registered already")
+    _REGISTERED[cls] = (look, rebuild)
     if trainable is not None:
         _TRAINABLE[cls] = frozenset(trainable)
     return cls
@@ -228,7 +236,10 @@ def _enter(cls: type, look: _Look, fill: _Fill, rebuild: _Rebuild | None = None)
         node, new = shell.node(), dict(zip(shell.keys, children, strict=True))
         if rebuild is not None:
             return rebuild(node, new)
-        return fill(cls.__new__(cls) if node is None else copy.copy(node), new)  # type: ignore[call-overload]
+        made = cls.__new__(cls) if node is None else copy.copy(node)  # type: ignore[call-overload]
+        for name in [name for name in getattr(made, "__dict__", ()) if isinstance(getattr(cls, name, None), cached_property)]:
+            del made.__dict__[name]  # it was worked out from the old children
+        return fill(made, new)
 
     with _LOCK:
         if cls in _OPEN:
@@ -267,7 +278,10 @@ def _open_types(kinds: set[type], leaves: list[Any]) -> bool:
     for kind in kinds - _CLOSED:
         if kind in _OPEN:
             continue
-        if dataclasses.is_dataclass(kind):
+        above = next((base for base in kind.__mro__[1:] if base in _TRAINABLE or base in _REGISTERED), None)
+        if above is not None:
+            opened |= _enter_below(kind, above)
+        elif dataclasses.is_dataclass(kind):
             names = tuple(field.name for field in dataclasses.fields(kind))
             opened |= _enter(kind, _attributes(names), _with_attributes)
         elif issubclass(kind, dict):
@@ -280,6 +294,18 @@ def _open_types(kinds: set[type], leaves: list[Any]) -> bool:
             _CLOSED.add(kind)
             _warn_of_hidden_arrays(kind, leaves)
     return opened
+
+
+def _enter_below(kind: type, above: type) -> bool:
+    """Register a subclass of a registered type as that is; fields of its own train."""
+    look, rebuild = _REGISTERED[above]
+    if dataclasses.is_dataclass(kind):
+        look = _attributes(tuple(field.name for field in dataclasses.fields(kind)))
+    if above in _TRAINABLE:
+        own = {field.name for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set()
+        old = {field.name for field in dataclasses.fields(above)} if dataclasses.is_dataclass(above) else set()
+        _TRAINABLE[kind] = _TRAINABLE[above] | (own - old)
+    return _enter(kind, look, _with_attributes, rebuild)
 
 
 def _sorted(keys: Iterable[Hashable]) -> list[Hashable]:

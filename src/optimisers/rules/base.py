@@ -1,6 +1,8 @@
 """What a rule is: hyperparameters, slots, scalars of a step, and the arithmetic of one element."""
 
 import dataclasses
+import functools
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self, TypeAlias, TypeVar, dataclass_transform
@@ -99,6 +101,11 @@ class Rule:
     apply: ClassVar[Callable[..., Any] | None] = None
     remember: ClassVar[Callable[..., Any] | None] = None
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        if "__dataclass_fields__" not in vars(cls):
+            raise HyperparameterError(f"{cls.__name__} is no rule yet; put the decorator @optimisers.rule on the class")
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         for field in _fields(self):
             value = _plain(getattr(self, field.name))
@@ -131,6 +138,15 @@ class Rule:
     def hyperparameters(self) -> dict[str, Any]:
         """Every field and its value, by name."""
         return {field.name: getattr(self, field.name) for field in _fields(self)}
+
+    @property
+    def key(self) -> Any:
+        """What stands for the rule in a dict: itself, or its identity where a schedule of its own cannot be hashed."""
+        try:
+            hash(self)
+        except TypeError:
+            return id(self)
+        return self
 
     @property
     def members(self) -> "tuple[Rule, ...]":
@@ -197,9 +213,72 @@ def rule(cls: _Cls) -> _Cls:
         function = cls.__dict__.get(name)
         if callable(function) and not isinstance(function, (staticmethod, property)):
             setattr(cls, name, staticmethod(function))
+    _check_kernel(cls)
+    _check_scope(cls)
+    _check_annotations(cls)
     if cls.kernel is None and cls.apply is None and cls.members is Rule.members:
         raise HyperparameterError(f"the rule {cls.__name__} has neither a kernel nor an apply; define one of them")
-    return dataclasses.dataclass(frozen=True, repr=False)(cls)
+    made = dataclasses.dataclass(frozen=True, repr=False)(cls)
+    if "__init__" in made.__dict__ and "__wrapped__" not in vars(made.__init__) and made.members is Rule.members:
+        made.__init__ = _with_known_names(made.__init__)
+    return made
+
+
+_OTHER_NAMES = {"learning_rate": "lr", "beta1": "betas", "beta2": "betas", "b1": "betas", "b2": "betas", "wd": "weight_decay"}
+
+
+def _with_known_names(init: Callable[..., None]) -> Callable[..., None]:
+    """A constructor that names the nearest hyperparameter for one that it does not know."""
+
+    @functools.wraps(init)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        names = [field.name for field in _fields(self)]
+        for name in kwargs:
+            if name not in names:
+                hint = f'; it is called "{_OTHER_NAMES[name]}" here' if _OTHER_NAMES.get(name) in names else suggest(name, names)
+                raise HyperparameterError(f'{type(self).__name__} has no hyperparameter "{name}"{hint}')
+        init(self, *args, **kwargs)
+
+    return checked
+
+
+def _check_kernel(cls: type[Rule]) -> None:
+    """Check the arguments of a kernel: it is a function of elements, not a method."""
+    kernel, slots = cls.__dict__.get("kernel"), cls.__dict__.get("slots", {})
+    if not isinstance(kernel, staticmethod) or not isinstance(slots, Mapping):
+        return
+    names = list(inspect.signature(kernel.__func__).parameters.values())
+    plain = [each for each in names if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]
+    wanted = ["xp", "g", "p", "h", *slots]
+    fits = any(each.kind is each.VAR_POSITIONAL for each in names) or len(plain) == len(wanted)
+    if not fits or plain[0].name == "self":
+        raise HyperparameterError(
+            f"{cls.__name__}.kernel takes ({', '.join(each.name for each in names)}); "
+            f"with its slots it takes ({', '.join(wanted)}), and no self"
+        )
+
+
+def _check_scope(cls: type[Rule]) -> None:
+    """Check that what a rule decides can be decided in its scope."""
+    if cls.measure is not None and not isinstance(cls.measure, property) and cls.scope not in ("leaf", "tree"):
+        raise HyperparameterError(f'{cls.__name__} measures, so it says over what: scope = "leaf" or "tree"')
+    if cls.scope == "leaf" and (cls.gate or cls.memory):
+        raise HyperparameterError(f'{cls.__name__} has a gate or a memory, and those are for the whole tree: scope = "tree"')
+    slots = cls.__dict__.get("slots", {})
+    if cls.apply is None and isinstance(slots, Mapping) and any(slot.shape for slot in slots.values()):
+        raise HyperparameterError(
+            f"{cls.__name__} has slots of another shape than the parameter, which a kernel cannot fill; write apply"
+        )
+
+
+def _check_annotations(cls: type[Rule]) -> None:
+    """Check that numbers in the class are annotated: without that, they are no hyperparameters."""
+    for name, value in vars(cls).items():
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if number and not name.startswith("_") and name not in vars(Rule) and name not in cls.__annotations__:
+            raise HyperparameterError(
+                f"{cls.__name__}.{name} has no annotation, so it is no hyperparameter; write {name}: Hyper = {value!r}"
+            )
 
 
 def _fields(rule: Any) -> tuple[dataclasses.Field[Any], ...]:

@@ -31,8 +31,10 @@ class Chain(Rule):
     def __init__(self, *rules: Rule) -> None:
         for each in rules:
             if not isinstance(each, Rule):
-                hint = ", and not the class: call it" if isinstance(each, type) else ""
-                raise HyperparameterError(f"a chain holds rules{hint}; {each!r} is none")
+                hint = {type: "call it", list: "pass its members one by one", tuple: "pass its members one by one"}.get(
+                    type(each), ""
+                )
+                raise HyperparameterError(f"a chain holds rules, and {each!r} is none" + (f"; {hint}" if hint else ""))
         object.__setattr__(self, "rules", tuple(member for each in rules for member in each.members))
 
     def __repr__(self) -> str:

@@ -42,8 +42,8 @@ def _square(xp: Any, g: Any, p: Any, h: Any) -> Any:
 
 
 def _factor(xp: Any, h: Any, total: Any) -> dict[str, Any]:
-    # Dividing by the larger of the two leaves a short gradient exactly as it is, and 0 stays 0.
-    return {"factor": h.max_norm / xp.maximum(xp.sqrt(total), h.max_norm)}
+    # Of a norm of zero, infinity is the ratio, and one the factor.
+    return {"factor": xp.minimum(h.max_norm / xp.sqrt(total), 1.0)}
 
 
 def _scaled(xp: Any, g: Any, p: Any, h: Any) -> Any:

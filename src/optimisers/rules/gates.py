@@ -12,9 +12,10 @@ __all__ = ["AccumGrad", "SkipNonFinite"]
 class AccumGrad(Rule):
     r"""Lets a step through once in `n` calls, with the mean of the gradients of all `n`.
 
-    Between firings, parameters, counters and the slots of what follows stay as they are. The window is one for the whole tree. A
-    call without a gradient for some parameter adds nothing to its sum, and the mean still divides by the number of calls. A
-    parameter without a gradient in the very call that fires takes no step; its sum goes into the next window.
+    Between firings, parameters, counters and the slots of what follows stay as they are. The window is one for all parameters
+    whose rule holds this part. A call without a gradient for some parameter adds nothing to its sum, and the mean still divides
+    by the number of calls. A parameter without a gradient in the very call that fires takes no step; its sum goes into the next
+    window.
 
     **Arguments:**
 
@@ -49,7 +50,7 @@ class AccumGrad(Rule):
 
 @rule
 class SkipNonFinite(Rule):
-    r"""Skips the whole step when any live gradient holds NaN or infinity.
+    r"""Skips the step of all parameters whose rule holds this part when any of their live gradients holds NaN or infinity.
 
     Parameters, counters and the slots of what follows stay as they are. Put it first in a chain: what stands before it has
     already run.

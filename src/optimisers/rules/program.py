@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from optimisers.rules.base import Rule, Slot, static
@@ -100,6 +100,6 @@ def _named(members: Iterable[Rule]) -> Iterable[Member]:
         yield Member.of(member, name if seen[name] == 1 else f"{name}_{seen[name]}")
 
 
-@cache
+@lru_cache(maxsize=1024)
 def _intern(members: tuple[Member, ...]) -> Program:
     return Program(members)

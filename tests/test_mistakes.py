@@ -1,0 +1,267 @@
+"""What a newcomer does wrong, and what the library says."""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+import optimisers as op
+from optimisers.errors import GradientError, HyperparameterError, OptimiserWarning, ShapeError, StateError, TieError
+
+
+def test_a_state_that_update_has_written_into_is_refused() -> None:
+    model = {"w": np.ones(2)}
+    state = op.setup(op.Adam(), model)
+    op.update_(state, model, model)
+    with pytest.raises(StateError, match="use the state that it returned"):
+        op.update_(state, model, model)
+    with pytest.raises(StateError, match="use the state that it returned"):
+        state.freeze("w")
+
+
+def test_a_state_that_update_has_not_written_into_serves_again() -> None:
+    model = {"w": np.ones(2)}
+    for rule, step in ((op.Adam(), op.update), (op.Descent(), op.update_)):
+        state = op.setup(rule, model)
+        step(state, model, model)
+        assert op.update(state, model, model)[0].step == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("learning_rate", 'called "lr"'), ("beta1", 'called "betas"'), ("wieght_decay", 'mean "weight_decay"'), ("x", "there are")],
+)
+def test_an_unknown_hyperparameter_names_the_nearest(name: str, hint: str) -> None:
+    with pytest.raises(HyperparameterError, match=hint):
+        op.AdamW(**{name: 0.1})  # type: ignore[arg-type]
+
+
+def test_swapped_arguments_of_setup_are_told_apart() -> None:
+    with pytest.raises(HyperparameterError, match="the rules come first, then the model"):
+        op.setup({"w": np.ones(50)}, op.Adam())  # type: ignore[dict-item]
+
+
+def test_a_class_without_the_decorator_is_no_rule() -> None:
+    class Plain(op.Rule):
+        lr: op.Hyper = 0.1
+
+    with pytest.raises(HyperparameterError, match="put the decorator"):
+        Plain()
+
+
+def test_a_hyperparameter_without_annotation_is_refused() -> None:
+    class Plain(op.Rule):
+        lr = 0.1
+
+        def kernel(xp: Any, g: Any, p: Any, h: Any) -> Any:
+            return g
+
+    with pytest.raises(HyperparameterError, match="lr has no annotation"):
+        op.rule(Plain)
+
+
+def test_a_kernel_with_other_arguments_than_its_slots_is_refused() -> None:
+    class Method(op.Rule):
+        slots = {"mu": op.LIKE}
+
+        def kernel(self: Any, xp: Any, g: Any, p: Any, h: Any) -> Any:
+            return g
+
+    class Forgotten(op.Rule):
+        slots = {"mu": op.LIKE}
+
+        def kernel(xp: Any, g: Any, p: Any, h: Any) -> Any:
+            return g
+
+    for kind in (Method, Forgotten):
+        with pytest.raises(HyperparameterError, match=r"it takes \(xp, g, p, h, mu\), and no self"):
+            op.rule(kind)
+
+
+def test_a_kernel_that_forgets_a_slot_is_named() -> None:
+    @op.rule
+    class Forgetful(op.Rule):
+        slots = {"mu": op.LIKE}
+
+        def kernel(xp: Any, g: Any, p: Any, h: Any, mu: Any) -> Any:
+            return g
+
+    model = {"w": np.ones(2)}
+    with op.reference_only(), pytest.raises(HyperparameterError, match="returned 1 values; it returns the step and its slots"):
+        op.update(op.setup(Forgetful(), model), model, model)
+
+
+def test_what_a_rule_cannot_decide_is_refused() -> None:
+    class Unscoped(op.Rule):
+        def measure(xp: Any, g: Any, p: Any, h: Any) -> Any:
+            return g
+
+        def kernel(xp: Any, g: Any, p: Any, h: Any) -> Any:
+            return g
+
+    class LeafGate(Unscoped):
+        scope = "leaf"
+        gate = True
+
+    class OddSlot(op.Rule):
+        slots = {"s": op.Slot(shape=lambda shape: (1,))}
+
+        def kernel(xp: Any, g: Any, p: Any, h: Any, s: Any) -> Any:
+            return g, s
+
+    for kind, message in ((Unscoped, "over what"), (LeafGate, "for the whole tree"), (OddSlot, "write apply")):
+        with pytest.raises(HyperparameterError, match=message):
+            op.rule(kind)
+
+
+def test_an_infinite_norm_clips_nothing() -> None:
+    model = {"w": np.ones(2)}
+    for part in (op.ClipNorm(float("inf")), op.ClipGlobalNorm(float("inf"))):
+        _, new = op.update(op.setup(op.Chain(part, op.Descent(0.1)), model), model, {"w": np.ones(2)})
+        assert new["w"].tolist() == [0.9, 0.9]
+
+
+def test_a_slice_that_selects_no_row_is_an_error() -> None:
+    state = op.setup(op.Adam(), {"e": np.ones((3, 2))})
+    with pytest.raises(ShapeError, match="selects no row"):
+        state.freeze("e", rows=slice(3, 9))
+
+
+def test_an_empty_list_is_no_tree_of_gradients() -> None:
+    model = {"w": np.ones(2)}
+    with pytest.raises(GradientError, match="empty list"):
+        op.update(op.setup(op.Adam(), model), model, [])
+
+
+def test_a_model_that_cannot_be_opened_is_named() -> None:
+    class Closed:
+        def __init__(self) -> None:
+            self.name = "x"
+
+    with pytest.warns(OptimiserWarning, match="it holds Closed, which optimisers.register can open"):
+        op.setup(op.Adam(), Closed())
+
+
+def test_views_of_one_buffer_are_parameters_of_their_own() -> None:
+    buffer = bytearray(32)
+
+    def view(at: int) -> np.ndarray:
+        return np.frombuffer(buffer, np.float64, 2, 16 * at)
+
+    view(0)[:], view(1)[:] = 1.0, 2.0
+    model = {"a": view(0), "b": view(1)}
+    # The gradients lie in the very memory that is written, seen through other objects.
+    _, new = op.update_(op.setup(op.Descent(0.1), model), model, {"a": view(1), "b": view(0)})
+    assert new["a"].tolist() == [0.8, 0.8]
+    assert new["b"].tolist() == [1.9, 1.9]
+
+
+def test_parameters_that_came_to_share_memory_are_an_error() -> None:
+    base = np.ones(4)
+    state = op.setup(op.Descent(0.1), {"a": np.ones(4), "b": np.ones((2, 2))})
+    model = {"a": base, "b": base.reshape(2, 2)}
+    with pytest.raises(TieError, match="a and b lie in the same memory now"):
+        op.update_(state, model, model)
+    assert base.tolist() == [1.0] * 4
+
+
+def test_a_dict_keeps_its_own_order() -> None:
+    for keys in ("ba", "ab"):
+        model = {key: np.ones(1) for key in keys}
+        _, new = op.update(op.setup(op.Descent(), model), model, model)
+        assert "".join(new) == keys
+
+
+def test_what_was_worked_out_from_old_arrays_is_forgotten() -> None:
+    @dataclass
+    class Layer:
+        w: np.ndarray
+
+        @functools.cached_property
+        def double(self) -> np.ndarray:
+            return 2 * self.w
+
+    model = Layer(np.ones(1))
+    assert model.double[0] == 2
+    _, new = op.update(op.setup(op.Descent(0.5), model), model, {"w": np.ones(1)})
+    assert new.double[0] == 1
+
+
+def test_a_subclass_of_a_registered_type_opens_like_it() -> None:
+    @op.register(trainable=["w"])
+    @dataclass
+    class Norm:
+        w: np.ndarray
+        mean: np.ndarray
+
+    class Same(Norm):
+        pass
+
+    @dataclass
+    class More(Norm):
+        extra: np.ndarray
+
+    @op.register(children=["w"])
+    class Plain:
+        def __init__(self) -> None:
+            self.w, self.other = np.ones(1), np.ones(1)
+
+    class Below(Plain):
+        pass
+
+    one = np.ones(1)
+    assert list(op.trainables(Same(one, one + 1))) == ["w"]
+    assert list(op.trainables(More(one, one + 1, one + 2))) == ["w", "extra"]
+    assert list(op.trainables(Below())) == ["w"]
+
+
+def test_reset_of_all_starts_the_window_of_accumulation_anew() -> None:
+    model = {"w": np.ones(1)}
+    state = op.setup(op.Chain(op.AccumGrad(2), op.Descent(1.0)), model)
+    state, model = op.update(state, model, {"w": np.ones(1)})
+    assert state.reset().memory["accumgrad"]["filled"] == 0
+
+
+def test_a_schedule_that_cannot_be_hashed_serves() -> None:
+    @dataclass
+    class Half:
+        start: float
+
+        def __call__(self, step: int) -> float:
+            return self.start / 2**step
+
+    model = {"w": np.ones(1), "v": np.ones(1)}
+    state = op.setup(op.Descent(Half(1.0)), model)
+    for _ in range(2):
+        state, model = op.update(state, model, {"w": np.ones(1)})
+    assert model["w"][0] == -0.5
+    assert "Half" in str(op.summary(state))
+
+
+def test_any_mapping_of_paths_serves_for_gradients() -> None:
+    from types import MappingProxyType
+
+    model = {"a": {"w": np.ones(1)}}
+    _, new = op.update(op.setup(op.Descent(0.5), model), model, MappingProxyType({"a.w": np.ones(1)}))
+    assert new["a"]["w"][0] == 0.5
+
+
+def test_the_norm_takes_gradients_of_arrays_that_do_not_train() -> None:
+    model = {"a": np.ones(1), "b": np.ones(1)}
+    state = op.setup(op.Adam(), model, trainable="a")
+    assert op.global_norm({"a": np.array([3.0]), "b": np.array([4.0])}, state) == 3.0
+
+
+def test_what_backends_keep_about_slots_stays_bounded() -> None:
+    model = {str(at): np.ones(1) for at in range(8)}
+    state = op.setup(op.Adam(), model)
+    for pattern in range(1, 200):
+        grads = {key: np.ones(1) for at, key in enumerate(model) if pattern >> at & 1}
+        state, model = op.update_(state, model, grads)
+    assert len(state.addresses) <= 64
+
+
+def test_the_public_names_are_what_dir_shows() -> None:
+    assert set(dir(op)) == set(op.__all__)
