@@ -175,7 +175,7 @@ def rule_classes() -> list[type[op.Rule]]:
 def _instance(cls: type[op.Rule]) -> op.Rule:
     """A rule with a learning rate of 0.1; a part of a chain in front of plain descent."""
     bound: Any = _BOUNDS.get(cls.__name__)
-    made = cls() if bound is None else cls(bound)  # type: ignore[call-arg]
+    made = cls() if bound is None else cls(bound)
     return made.adjusted(lr=0.1) if "lr" in made.hyperparameters else op.Chain(made, op.Descent(0.1))
 
 

@@ -242,7 +242,7 @@ class _Plan:
 
 
 def _plan(layout: Layout, gradients: Sequence[Any]) -> _Plan:
-    present = bytes(map(_is_there, gradients))
+    present = bytes([gradient is not None for gradient in gradients])
     key = (present, reference_only_is_set())
     plans: dict[Any, _Plan] = layout.cache.setdefault("plans", {})
     plan = plans.get(key)
@@ -251,10 +251,6 @@ def _plan(layout: Layout, gradients: Sequence[Any]) -> _Plan:
             plans.clear()
         plan = plans[key] = _Plan(layout, present)
     return plan
-
-
-def _is_there(gradient: Any) -> bool:
-    return gradient is not None
 
 
 def _counted(state: State, plan: _Plan, opened: Sequence[bool]) -> tuple[Layout, tuple[Any, ...]]:

@@ -113,11 +113,6 @@ class Layout:
         """The number of the parameter at each path, canonical or alias."""
         return {path: at for at, parameter in enumerate(self.parameters) for path in parameter.paths}
 
-    @cached_property
-    def names(self) -> dict[str, int]:
-        """The number of the parameter of each canonical path, spelled."""
-        return {str(parameter.path): at for at, parameter in enumerate(self.parameters)}
-
 
 _interned: WeakValueDictionary[Any, Layout] = WeakValueDictionary()
 

@@ -113,11 +113,13 @@ def find_ties(paths: Sequence[Path], arrays: Sequence[Any]) -> list[list[tuple[i
     groups: dict[int, list[int]] = {}
     for at, array in enumerate(arrays):
         groups.setdefault(id(array), []).append(at)
+    # Arrays that own their memory, all of them, share none.
+    shared = any(getattr(array, "base", array) is not None for array in arrays)
     alone: list[list[_Seen]] = []
     located: list[_Seen] = []
     for occurrences in groups.values():
         array = arrays[occurrences[0]]
-        memory = memory_of(array, library_of(array) or "")
+        memory = memory_of(array, library_of(array) or "") if shared else None
         seen = _Seen(occurrences, array, memory)
         if memory is None or 0 in memory.shape:
             alone.append([seen])
