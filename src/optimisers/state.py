@@ -520,7 +520,7 @@ def new_state(parameters: Sequence[Parameter], rules: Sequence[Rule], excluded: 
         check_rule(rules[parameter.group], parameter)
     programs = [program_of(rule) for rule in rules]
     slots = [None if parameter.frozen else zeros_for(parameter, programs[parameter.group]) for parameter in parameters]
-    layout = Layout.of(parameters, programs, excluded)
+    layout = Layout(tuple(parameters), tuple(programs), excluded)
     return State(layout, tuple(rules), (0,), 0, tuple(slots), {})._next(parameters, slots)
 
 

@@ -8,7 +8,7 @@ import copy
 import dataclasses
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from functools import cached_property
 from threading import Lock
 from typing import Any, NamedTuple
@@ -40,7 +40,7 @@ class Structure:
 
     def __init__(self, spec: optree.PyTreeSpec) -> None:
         self.spec = spec
-        fields = any(issubclass(kind, tuple) and kind is not tuple for kind in self._types if kind is not None)
+        fields = any(issubclass(kind, tuple) and kind is not tuple for kind in self._types)
         # Reading keys off the accessors takes much longer, and only fields of tuples have names that the plain paths lack.
         self.paths = [Path(map(_key, each)) for each in spec.accessors()] if fields else [Path(path) for path in spec.paths()]
         self._occurrences: list[Occurrence] | None = None
@@ -74,34 +74,40 @@ class Structure:
         return set(self.spec.entries()) if self.spec.type is not None and issubclass(self.spec.type, dict) else None
 
     @cached_property
-    def _types(self) -> set[type | None]:
+    def _types(self) -> set[type]:
         """The types of all nodes."""
-        types, specs = set[type | None](), [self.spec]
+        types, specs = set[type](), [self.spec]
         while specs:
             spec = specs.pop()
-            types.add(spec.type)
-            specs += spec.children()
+            if spec.type is not None:
+                types.add(spec.type)
+                specs += spec.children()
         return types
 
     @property
     def occurrences(self) -> list[Occurrence]:
         """Every leaf's place, in traversal order."""
         if self._occurrences is None:
-            self._occurrences = [
-                _occurrence(path, accessor) for path, accessor in zip(self.paths, self.spec.accessors(), strict=True)
-            ]
+            self._occurrences = [Occurrence(path, *place) for path, place in zip(self.paths, self._places(), strict=True)]
         return self._occurrences
+
+    def _places(self) -> Iterator[tuple[tuple[type, ...], bool]]:
+        """For each leaf the types that enclose it, and whether they let it train. Leaves of one node share a tuple."""
+        stack: list[tuple[optree.PyTreeSpec, tuple[type, ...], bool]] = [(self.spec, (), True)]
+        while stack:
+            spec, owners, trains = stack.pop()
+            kind = spec.type
+            if kind is None:
+                yield owners, trains
+                continue
+            below, chosen = (*owners, kind), _TRAINABLE.get(kind)
+            keys = spec.entries() if chosen is not None else ()
+            for at, child in reversed(list(enumerate(spec.children()))):
+                stack.append((child, below, trains and (chosen is None or keys[at] in chosen)))
 
 
 def _key(entry: Any) -> Hashable:
     return entry.field if isinstance(entry, (optree.NamedTupleEntry, optree.StructSequenceEntry)) else entry.entry
-
-
-def _occurrence(path: Path, accessor: optree.PyTreeAccessor) -> Occurrence:
-    owners = tuple([entry.type for entry in accessor])
-    special = _TRAINABLE.keys() & owners
-    trains = not special or all(entry.entry in _TRAINABLE[entry.type] for entry in accessor if entry.type in special)
-    return Occurrence(path, owners, trains)
 
 
 def flatten(model: Any) -> tuple[list[Any], optree.PyTreeSpec]:
