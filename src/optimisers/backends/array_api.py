@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from optimisers.backends.arrays import compute_dtype, dtype_name, namespace_of, numpy_dtype
-from optimisers.backends.base import Batch, check
+from optimisers.backends.base import Batch, check, mask_of
 from optimisers.errors import HyperparameterError
 from optimisers.rules.program import Program
 
@@ -318,12 +318,7 @@ def element_ranges(rows: tuple[tuple[int, int], ...] | None, shape: tuple[int, .
 
 
 def _row_mask(rows: tuple[tuple[int, int], ...] | None, shape: tuple[int, ...]) -> np.ndarray | None:
-    if rows is None:
-        return None
-    mask = np.zeros(shape[0], bool)
-    for start, stop in rows:
-        mask[start:stop] = True
-    return mask
+    return None if rows is None else mask_of(rows, shape[0])
 
 
 def wide(array: Any) -> Any:

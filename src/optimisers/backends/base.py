@@ -11,7 +11,7 @@ from optimisers.backends.arrays import dtype_name, library_of, trainable_dtype
 from optimisers.errors import DtypeError, GradientError, ModelError, ShapeError
 from optimisers.rules.program import Program
 
-__all__ = ["Backend", "Batch", "Runs", "check", "check_gradient", "check_parameter"]
+__all__ = ["Backend", "Batch", "Runs", "check", "check_gradient", "check_parameter", "mask_of"]
 
 Runs = tuple[tuple[int, int], ...]
 """Ranges of rows (start, stop), ascending and apart."""
@@ -124,3 +124,11 @@ def _at(path: Any) -> str:
 
 def _kind(value: Any) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
+
+
+def mask_of(runs: Runs, size: int) -> np.ndarray:
+    """The boolean vector that is true in the ranges."""
+    mask = np.zeros(size, bool)
+    for start, stop in runs:
+        mask[start:stop] = True
+    return mask

@@ -9,14 +9,12 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from optimisers.backends.arrays import slot_dtype
+from optimisers.backends.base import Runs
 from optimisers.model.paths import Path
 from optimisers.model.ties import SAME, View
 from optimisers.rules.program import Program
 
 __all__ = ["Alias", "Layout", "Parameter", "Runs", "runs_of"]
-
-Runs = tuple[tuple[int, int], ...]
-"""Ranges of rows (start, stop), ascending and apart."""
 
 
 class Alias(NamedTuple):
@@ -135,14 +133,6 @@ def complement(runs: Runs, size: int) -> Runs:
     """
     edges = [0, *(edge for run in runs for edge in run), size]
     return tuple((start, stop) for start, stop in list(pairwise(edges))[::2] if start < stop)
-
-
-def mask_of(runs: Runs, size: int) -> np.ndarray:
-    """The boolean vector that is true in the ranges."""
-    mask = np.zeros(size, bool)
-    for start, stop in runs:
-        mask[start:stop] = True
-    return mask
 
 
 def slot_dtypes(parameter: Parameter, program: Program) -> tuple[str, ...]:
