@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 import optimisers as op
+from optimisers.rules.program import program_of
 
 __all__ = ["CHAIN", "YARDSTICK", "bytes_moved", "elementwise"]
 
@@ -24,7 +25,7 @@ def elementwise() -> dict[str, op.Rule]:
         kind = getattr(op, name)
         if isinstance(kind, type) and issubclass(kind, op.Rule) and kind not in (op.Rule, op.Chain):
             made = kind(**_ARGUMENTS.get(name, {}))
-            if all(member.kernel is not None and member.apply is None and member.measure is None for member in made.members):
+            if all(member.elementwise and member.measure is None for member in program_of(made).members):
                 rules |= _variants(name, made)
     return rules
 
@@ -32,7 +33,7 @@ def elementwise() -> dict[str, op.Rule]:
 def _variants(name: str, made: op.Rule) -> Iterator[tuple[str, op.Rule]]:
     """The rule, and what becomes of it with momentum where it starts without."""
     if "lr" not in made.hyperparameters:
-        yield f"Chain({name}, Adam)", op.Chain(made, op.Adam())
+        yield f"Chain({name}, Adam)", op.Chain(made, op.Adam()) if made.rank == 0 else op.Chain(op.Adam(), made)
         return
     yield name, made
     if made.hyperparameters.get("momentum") == 0:

@@ -162,8 +162,19 @@ class Centred(op.Rule):
         return g - h.share * mean, (removed + (g - (g - h.share * mean)),)
 
 
-_BOUNDS = {"ClipGrad": 0.6, "ClipNorm": 2.0, "ClipGlobalNorm": 2.0}
-"""Tight enough to take hold of the gradients below."""
+_MADE: Mapping[str, op.Rule] = {
+    # Limits that are tight enough to take hold of the gradients below.
+    "ClipGrad": op.ClipGrad(0.6),
+    "ClipNorm": op.ClipNorm(2.0),
+    "ClipGlobalNorm": op.ClipGlobalNorm(2.0),
+    "ClipAdaptive": op.ClipAdaptive(0.5),
+    # A trust region, and a first guess, in which the few steps of a test go somewhere.
+    "LARS": op.LARS(trust_coefficient=0.5),
+    "Prodigy": op.Prodigy(d0=0.5),
+    "AdaDelta": op.AdaDelta(eps=1e-2),
+    "Muon": op.Muon(fallback=op.Nesterov(0.1)),
+}
+"""Rules whose defaults are not for small tests."""
 
 
 def rule_classes() -> list[type[op.Rule]]:
@@ -173,15 +184,26 @@ def rule_classes() -> list[type[op.Rule]]:
 
 
 def _instance(cls: type[op.Rule]) -> op.Rule:
-    """A rule with a learning rate of 0.1; a part of a chain in front of plain descent."""
-    bound: Any = _BOUNDS.get(cls.__name__)
-    made = cls() if bound is None else cls(bound)
-    return made.adjusted(lr=0.1) if "lr" in made.hyperparameters else op.Chain(made, op.Descent(0.1))
+    """A rule with a learning rate of 0.1; a part of a chain beside plain descent."""
+    made = _MADE.get(cls.__name__) or cls()
+    if "lr" in made.hyperparameters:
+        return made.adjusted(lr=1.0 if cls.__name__ == "AdaDelta" else 0.1)
+    return op.Chain(made, op.Descent(0.1)) if made.rank == 0 else op.Chain(op.Descent(0.1), made)
 
 
 RULES: Mapping[str, op.Rule] = {cls.__name__: _instance(cls) for cls in rule_classes()} | {
     "SGD-momentum": op.SGD(0.1, momentum=0.9, dampening=0.5, weight_decay=0.1),
     "SGD-nesterov": op.SGD(0.1, momentum=0.9, nesterov=True),
+    "RMSProp-centered": op.RMSProp(0.1, centered=True, momentum=0.5, weight_decay=0.1),
+    "RMSProp-momentum": op.RMSProp(0.1, momentum=0.5),
+    "AdamW-amsgrad": op.AdamW(0.1, amsgrad=True),
+    "AdamW-cautious": op.AdamW(0.1, cautious=True),
+    "AdamW-cautious-amsgrad": op.AdamW(0.1, amsgrad=True, cautious=True),
+    "NAdam-decoupled": op.NAdam(0.1, weight_decay=0.1, decoupled_weight_decay=True),
+    "RAdam-trusting": op.RAdam(0.1, betas=(0.9, 0.5), weight_decay=0.1, decoupled_weight_decay=True),
+    "LARS-nesterov": op.LARS(0.1, trust_coefficient=0.5, nesterov=True),
+    "Adafactor-whole": op.Adafactor(0.1, factored=False, relative_step=False, scale_parameter=False, eps=(1e-15, 1e-3)),
+    "Prodigy-safeguarded": op.Prodigy(0.1, d0=0.5, beta3=0.9, safeguard_warmup=True),
     "Chain-empty": op.Chain(),
     "Chain-norm": op.Chain(op.ClipGlobalNorm(2.0), op.AdamW(0.1, weight_decay=0.1)),
     "Chain-long": op.Chain(op.SkipNonFinite(), op.ClipNorm(2.0), op.Adam(0.1), op.WeightDecay(0.01)),
@@ -189,6 +211,11 @@ RULES: Mapping[str, op.Rule] = {cls.__name__: _instance(cls) for cls in rule_cla
     "Trust-amid": op.Chain(op.ClipGrad(0.6), Trust(0.1), op.WeightDecay(0.01)),
     "Centred-amid": op.Chain(op.ClipGlobalNorm(2.0), Centred(), op.Adam(0.1)),
 }
+
+
+def trains(rule: op.Rule, shape: tuple[int, ...], dtype: str) -> bool:
+    """Whether a rule takes a parameter of this kind."""
+    return not any(member.refuses(shape, dtype) for member in rule.rule_for(shape, dtype).members)
 
 
 @pytest.fixture(params=RULES)

@@ -41,6 +41,14 @@ class Member:
             return ("velocity",) if self.hyper["momentum"] else ()
         return SLOTS.get(self.kind, ())
 
+    @property
+    def counts(self) -> bool:
+        """Whether its steps depend on how many there were, beside what its slots hold."""
+        if self.kind == "SGD" and self.slots:
+            dampening = self.hyper["dampening"]
+            return bool(dampening(0) if callable(dampening) else dampening)
+        return self.kind in ("Adam", "AdamW")
+
 
 Rule: TypeAlias = tuple[Member, ...]
 
@@ -157,7 +165,10 @@ class Oracle:
         self._forget()
 
     def replace(self, names: Iterable[str], rule: Rule) -> None:
-        """Another rule. Slots of the same name stay, and with them the count, unless a member has to start with none of its own."""
+        """Another rule. Slots of the same name stay, and the count with them.
+
+        But when a member whose steps depend on the count has none of its own slots, the count and all such members start afresh.
+        """
         chosen = set(names)
         self._check_gates({name: rule if name in chosen else each.rule for name, each in self.parameters.items()})
         for name in chosen:
@@ -165,9 +176,10 @@ class Oracle:
             old = each.slots or {}
             each.rule = rule
             fresh = each.fresh()
-            moments = [names for names, member in zip(slot_names(rule), rule, strict=True) if names and member.kind not in GATES]
+            moments = [names for names, member in zip(slot_names(rule), rule, strict=True) if member.counts]
             if any(old.keys().isdisjoint(names) for names in moments):
                 each.count = 0
+                old = {key: slot for key, slot in old.items() if not any(key in names for names in moments)}
             if each.slots is not None:
                 each.slots = {key: old.get(key, zero) for key, zero in fresh.items()}
         self._forget()

@@ -399,8 +399,9 @@ def test_replace_keeps_the_slots_of_one_name_and_kind_and_with_them_the_count() 
     assert leaf(other, "embed").rule == op.AdamW(0.2)
     assert leaf(other, "body.0.w").rule == op.Adam(0.1)
     fresh = state.replace(op.Momentum(0.1))
-    assert (leaf(fresh, "embed").step, leaf(fresh, "embed").slots["velocity"].tolist()) == (0, np.zeros((2, 3)).tolist())
+    assert (leaf(fresh, "embed").step, leaf(fresh, "embed").slots["velocity"].tolist()) == (2, np.zeros((2, 3)).tolist())
     assert fresh.step == 2
+    assert leaf(fresh.replace(op.Adam(0.1)), "embed").step == 0
     assert not leaf(state.replace(op.Descent(0.1)), "embed").slots
     after, _ = op.update(fresh, model, _ones(model))
     assert leaf(after, "embed").slots["velocity"].tolist() == np.ones((2, 3)).tolist()

@@ -2,19 +2,30 @@
 
 from optimisers import errors, schedules
 from optimisers.backends.choose import reference_only
+from optimisers.evaluation import averaged, evaluation, training
 from optimisers.gradients import destructure, global_norm, partition
+from optimisers.groups import layerwise, no_decay
 from optimisers.model import select
 from optimisers.model.layout import Parameter
 from optimisers.model.paths import Path
 from optimisers.model.trees import register
 from optimisers.report import summary
-from optimisers.rules.adam import Adam, AdamW
+from optimisers.rules.adam import Adam, AdamW, AMSGrad
+from optimisers.rules.adam_variants import AdaBelief, AdaMax, Adan, NAdam, OAdam, RAdam
+from optimisers.rules.adaptive import AdaDelta, AdaGrad, RMSProp, Rprop
+from optimisers.rules.averages import Average, Lookahead
 from optimisers.rules.base import LIKE, REAL, Hyper, Rule, Slot, rule
 from optimisers.rules.chain import Chain
 from optimisers.rules.clip import ClipGlobalNorm, ClipGrad, ClipNorm
 from optimisers.rules.decay import SignDecay, WeightDecay
 from optimisers.rules.descent import SGD, Descent, Momentum, Nesterov
 from optimisers.rules.gates import AccumGrad, SkipNonFinite
+from optimisers.rules.lion import Lion
+from optimisers.rules.matrix import Adafactor, Muon
+from optimisers.rules.parameter_free import Prodigy, ScheduleFree
+from optimisers.rules.precision import MixedPrecision, StochasticRounding
+from optimisers.rules.transforms import AddNoise, CentraliseGrad, ClipAdaptive
+from optimisers.rules.trust import LAMB, LARS
 from optimisers.setup import setup, trainables
 from optimisers.state import Leaf, State
 from optimisers.update import update, update_
@@ -22,32 +33,61 @@ from optimisers.update import update, update_
 __version__ = "0.1.0"
 
 __all__ = [
+    "LAMB",
+    "LARS",
     "LIKE",
     "REAL",
     "SGD",
+    "AMSGrad",
     "AccumGrad",
+    "AdaBelief",
+    "AdaDelta",
+    "AdaGrad",
+    "AdaMax",
+    "Adafactor",
     "Adam",
     "AdamW",
+    "Adan",
+    "AddNoise",
+    "Average",
+    "CentraliseGrad",
     "Chain",
+    "ClipAdaptive",
     "ClipGlobalNorm",
     "ClipGrad",
     "ClipNorm",
     "Descent",
     "Hyper",
     "Leaf",
+    "Lion",
+    "Lookahead",
+    "MixedPrecision",
     "Momentum",
+    "Muon",
+    "NAdam",
     "Nesterov",
+    "OAdam",
     "Parameter",
     "Path",
+    "Prodigy",
+    "RAdam",
+    "RMSProp",
+    "Rprop",
     "Rule",
+    "ScheduleFree",
     "SignDecay",
     "SkipNonFinite",
     "Slot",
     "State",
+    "StochasticRounding",
     "WeightDecay",
+    "averaged",
     "destructure",
     "errors",
+    "evaluation",
     "global_norm",
+    "layerwise",
+    "no_decay",
     "partition",
     "reference_only",
     "register",
@@ -57,6 +97,7 @@ __all__ = [
     "setup",
     "summary",
     "trainables",
+    "training",
     "update",
     "update_",
 ]

@@ -4,6 +4,7 @@ The step counts from 0: the first update sees `schedule(0)`.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,23 @@ import array_api_compat
 
 from optimisers.errors import HyperparameterError
 
-__all__ = ["Constant", "Cosine", "Joined", "Linear", "Schedule", "Shifted", "warmup"]
+__all__ = [
+    "Constant",
+    "Cosine",
+    "CosineRestarts",
+    "Exponential",
+    "InverseSqrt",
+    "Joined",
+    "Linear",
+    "Polynomial",
+    "Scaled",
+    "Schedule",
+    "Shifted",
+    "one_cycle",
+    "piecewise",
+    "warmup",
+    "warmup_stable_decay",
+]
 
 
 class Schedule:
@@ -38,6 +55,24 @@ class Schedule:
         0.1
         """
         return Joined((self, _schedule(other)), (after,))
+
+    def plot(self, steps: int, *, axes: Any = None) -> Any:
+        """Draw the values at steps 0 to `steps`, with Matplotlib.
+
+        **Arguments:** `axes`: where to draw; by default those of a new figure. **Returns** the axes, so that
+        `schedule.plot(1000).figure.savefig("rate.png")` makes a file.
+
+        **Raises** `ImportError` without Matplotlib.
+        """
+        if axes is None:
+            from matplotlib.figure import Figure
+
+            axes = Figure(figsize=(6, 3), layout="constrained").subplots()
+        axes.plot(range(steps + 1), [self(step) for step in range(steps + 1)])
+        axes.set_xlabel("step")
+        axes.set_title(repr(self), fontsize="small", wrap=True)
+        axes.grid(alpha=0.3)
+        return axes
 
 
 @dataclass(frozen=True)
@@ -68,6 +103,21 @@ class Shifted(Schedule):
     def __call__(self, step: Any) -> Any:
         later = step - self.start
         return self.schedule(_where(later > 0, later, 0))
+
+
+@dataclass(frozen=True)
+class Scaled(Schedule):
+    """Another schedule, or any function of the step, times a number.
+
+    >>> Scaled(Linear(0.0, 1.0, 4), 0.5)(2)
+    0.25
+    """
+
+    schedule: Any
+    factor: float
+
+    def __call__(self, step: Any) -> Any:
+        return self.schedule(step) * self.factor
 
 
 @dataclass(frozen=True)
@@ -136,6 +186,106 @@ class Joined(Schedule):
         return value
 
 
+@dataclass(frozen=True)
+class Exponential(Schedule):
+    r"""Multiplied by `rate` every `steps` steps, smoothly, or all at once with `stairs`; never below `least`.
+
+    $\mathrm{start}\cdot\mathrm{rate}^{t/T}$.
+
+    >>> Exponential(1.0, 0.5, 10)(20), Exponential(1.0, 0.5, 10, stairs=True)(19)
+    (0.25, 0.5)
+    """
+
+    start: float
+    rate: float
+    steps: int = 1
+    stairs: bool = False
+    least: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_steps(self, self.steps)
+        if not 0 < self.rate < math.inf:
+            raise HyperparameterError(f"{self!r}: rate is above 0")
+
+    def __call__(self, step: Any) -> Any:
+        periods = step // self.steps if self.stairs else step / self.steps
+        return _larger(self.start * self.rate**periods, self.least)
+
+
+@dataclass(frozen=True)
+class Polynomial(Schedule):
+    r"""From `start` to `stop` over `steps` steps along a power of what is left:
+    $\mathrm{stop} + (\mathrm{start}-\mathrm{stop})(1-t/T)^k$.
+
+    >>> Polynomial(1.0, 0.0, 10, power=2.0)(5)
+    0.25
+    """
+
+    start: float
+    stop: float
+    steps: int
+    power: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_steps(self, self.steps)
+
+    def __call__(self, step: Any) -> Any:
+        return self.stop + (self.start - self.stop) * (1 - _share(step, self.steps)) ** self.power
+
+
+@dataclass(frozen=True)
+class CosineRestarts(Schedule):
+    r"""Half a cosine from `start` to `stop`, again and again, each `factor` times as long as the one before.
+
+    >>> rate = CosineRestarts(1.0, 4, factor=2)
+    >>> [round(rate(step), 3) for step in (0, 2, 4, 8, 12)]
+    [1.0, 0.5, 1.0, 0.5, 1.0]
+
+    Source: Loshchilov and Hutter (2017).
+    """
+
+    start: float
+    steps: int
+    stop: float = 0.0
+    factor: int = 1
+
+    def __post_init__(self) -> None:
+        _check_steps(self, self.steps)
+        _check_steps(self, self.factor)
+
+    def __call__(self, step: Any) -> Any:
+        if self.factor == 1:
+            share = (step % self.steps) / self.steps
+        else:
+            # Cycle n begins after steps · (factor^n - 1)/(factor - 1).
+            cycle = _floor(_log(step * (self.factor - 1) / self.steps + 1) / math.log(self.factor) + 1e-9)
+            length = self.steps * self.factor**cycle
+            share = (step - (length - self.steps) / (self.factor - 1)) / length
+        return self.stop + (self.start - self.stop) * (1 + _cos(math.pi * share)) / 2
+
+
+@dataclass(frozen=True)
+class InverseSqrt(Schedule):
+    r"""A linear rise to `peak` over `warmup` steps, then $\mathrm{peak}\sqrt{w/t}$.
+
+    >>> rate = InverseSqrt(1.0, 4)
+    >>> rate(2), rate(4), rate(16)
+    (0.5, 1.0, 0.5)
+
+    Source: Vaswani et al. (2017).
+    """
+
+    peak: float
+    warmup: int
+
+    def __post_init__(self) -> None:
+        _check_steps(self, self.warmup)
+
+    def __call__(self, step: Any) -> Any:
+        late = _larger(step, self.warmup)
+        return self.peak * _share(step, self.warmup) * (self.warmup / late) ** 0.5
+
+
 def warmup(schedule: "Schedule | float", steps: int, start: float = 0.0) -> Joined:
     """A linear rise from `start` to where a schedule begins, over `steps` steps, and then that schedule.
 
@@ -145,6 +295,43 @@ def warmup(schedule: "Schedule | float", steps: int, start: float = 0.0) -> Join
     """
     then = _schedule(schedule)
     return Joined((Linear(start, then(0), steps), then), (steps,))
+
+
+def one_cycle(peak: float, steps: int, warmup: float = 0.3, start_factor: float = 1 / 25, stop_factor: float = 1e-4 / 25) -> Joined:
+    """Up to `peak` along half a cosine in the first share of the steps, then down along another.
+
+    `start_factor` and `stop_factor` are the ends, as shares of the peak.
+
+    >>> rate = one_cycle(1.0, 10)
+    >>> [round(rate(step), 6) for step in (0, 3, 10)]
+    [0.04, 1.0, 4e-06]
+
+    Source: Smith and Topin (2018); `torch.optim.lr_scheduler.OneCycleLR`.
+    """
+    rise = max(1, round(warmup * steps))
+    return Joined((Cosine(peak * start_factor, rise, peak), Cosine(peak, max(1, steps - rise), peak * stop_factor)), (rise,))
+
+
+def warmup_stable_decay(peak: float, warmup: int, stable: int, decay: int, stop: float = 0.0) -> Joined:
+    """A linear rise, a plateau, a linear fall.
+
+    >>> rate = warmup_stable_decay(1.0, 2, 3, 4)
+    >>> [rate(step) for step in (0, 2, 5, 7, 9)]
+    [0.0, 1.0, 1.0, 0.5, 0.0]
+
+    Source: Hu et al. (2024).
+    """
+    return Joined((Linear(0.0, peak, warmup), Constant(peak), Linear(peak, stop, decay)), (warmup, warmup + stable))
+
+
+def piecewise(values: Sequence[float], boundaries: Sequence[int]) -> Joined:
+    """One value after another: the second from the first boundary on.
+
+    >>> rate = piecewise([1.0, 0.1, 0.01], [10, 20])
+    >>> rate(9), rate(10), rate(25)
+    (1.0, 0.1, 0.01)
+    """
+    return Joined(tuple(map(Constant, values)), tuple(boundaries))
 
 
 def _schedule(value: Any) -> Schedule:
@@ -174,3 +361,15 @@ def _where(condition: Any, x: Any, y: Any) -> Any:
         if isinstance(condition, bool)
         else array_api_compat.array_namespace(condition).where(condition, x, y)
     )
+
+
+def _floor(x: Any) -> Any:
+    return math.floor(x) if isinstance(x, (int, float)) else array_api_compat.array_namespace(x).floor(x)
+
+
+def _log(x: Any) -> Any:
+    return math.log(x) if isinstance(x, (int, float)) else array_api_compat.array_namespace(x).log(x)
+
+
+def _larger(x: Any, y: Any) -> Any:
+    return max(x, y) if isinstance(x, (int, float)) else _where(x >= y, x, y)

@@ -54,7 +54,8 @@ def setup(
         (['embed', 'head.bias'], {Path('head.weight'): 'transposed'})
     """
     _check(rule)
-    records = [record for record, _ in parameters_of(model)]
+    found = parameters_of(model)
+    records = [record for record, _ in found]
     excluded = frozenset[Any]()
     if trainable is not None:
         chosen = set(matching(records, trainable))
@@ -76,6 +77,9 @@ def setup(
         if isinstance(tie, str) or len(tie) not in (2, 3):
             raise PathError(f"a tie is (alias, path) or (alias, path, view), not {tie!r}")
         state = state.tie(tie[0], tie[1], view=tie[2] if len(tie) == 3 else None)
+    if any(program.copies for program in state.layout.programs):
+        arrays = {record.path: array for record, array in found}
+        state = state.with_copies([arrays[path] for path in state], range(len(state)))
     return state
 
 
@@ -121,14 +125,17 @@ def _assign(wish: Any, records: list[Parameter]) -> tuple[list[Rule], list[int]]
         chosen = [wish if isinstance(wish, Rule) else wish(record) for record in records]
     numbers: dict[Any, int] = {}
     rules: list[Rule] = []
+    own: list[int] = []
     for record, each in zip(records, chosen, strict=True):
         if not isinstance(each, Rule):
             raise HyperparameterError(f"{record.path}: {each!r} is not a rule")
-        if numbers.setdefault(each.key, len(rules)) == len(rules):
-            rules.append(each)
+        trains = each.rule_for(record.shape, record.dtype)
+        if numbers.setdefault(trains.key, len(rules)) == len(rules):
+            rules.append(trains)
+        own.append(numbers[trains.key])
     if not records and isinstance(wish, (Rule, Mapping)):
         rules = [wish] if isinstance(wish, Rule) else list(wish.values())[:1]
-    return rules, [numbers[each.key] for each in chosen]
+    return rules, own
 
 
 def _by_selectors(wish: Mapping[Any, Rule], records: list[Parameter]) -> list[Rule]:

@@ -13,9 +13,9 @@ from optimisers.model import rewrite
 from optimisers.model.layout import Layout, Parameter, Runs
 from optimisers.model.paths import Path
 from optimisers.model.select import Selectable, as_selector, matching
-from optimisers.model.slots import check_rule, copied, zeros_for
-from optimisers.model.ties import SAME
-from optimisers.rules.base import Rule
+from optimisers.model.slots import check_rule, copied, fresh_slots, with_copies
+from optimisers.model.ties import SAME, View
+from optimisers.rules.base import Rule, member_names
 from optimisers.rules.program import program_of
 
 __all__ = ["Leaf", "State", "new_state"]
@@ -140,7 +140,9 @@ class State:
             shape=parameter.shape,
             dtype=parameter.dtype,
             rule=self.rules[parameter.group],
-            slots=MappingProxyType(dict(zip(names, self.slots[at] or (), strict=False))),
+            slots=MappingProxyType(
+                {name: slot for name, slot in zip(names, self.slots[at] or (), strict=False) if slot is not None}
+            ),
             step=self.counters[parameter.counter],
             frozen=parameter.frozen,
             frozen_rows=parameter.frozen_rows,
@@ -159,7 +161,7 @@ class State:
             seen = rewrite.below(parameter, branch)
             if seen is not None:
                 parameters.append(seen[0])
-                slots.append(own if own is None or seen[1] == SAME else tuple(copied(seen[1].apply(slot)) for slot in own))
+                slots.append(own if own is None or seen[1] == SAME else _through(seen[1], own))
         if not parameters:
             raise PathError(f'the state has nothing at "{branch}"{suggest(str(branch), self._places())}')
         excluded, detached = (
@@ -259,7 +261,7 @@ class State:
         rest, alone, view = rewrite.untied(self.layout.parameters[at], key)
         parameters, own = list(self.layout.parameters), self.slots[at]
         parameters[at] = rest
-        slots = own if own is None else tuple(copied(view.apply(slot)) for slot in own)
+        slots = own if own is None else _through(view, own)
         return self._next([*parameters, alone], [*self.slots, slots], detached=self.detached | {key})
 
     # Rules ------------------------------------------------------------------------------------------------------------
@@ -271,8 +273,9 @@ class State:
 
         - `selector`: which parameters; all by default.
         - `**hyperparameters`: new values, numbers or schedules. A schedule reads `state.step`; to begin it now, give
-          `schedule.starting_at(state.step)`. In a chain, every member that has the name takes it; selected
-          parameters whose rule lacks it are left alone.
+          `schedule.starting_at(state.step)`. In a chain, every member that has the name takes it; a mapping under the name of a
+          member, such as `adam={"lr": 0.1}`, speaks to that member alone. Selected parameters whose rule lacks the name are
+          left alone.
 
         **Raises** `PathError` when nothing matches; `HyperparameterError` for a name that no selected rule has, or a value out
         of range.
@@ -285,49 +288,59 @@ class State:
         """
         chosen = matching(self.layout.parameters, selector)
         groups = sorted({self.layout.parameters[at].group for at in chosen})
-        known = {name: self.rules[group].hyperparameters for group in groups for name in self.rules[group].hyperparameters}
+        known = {group: {*self.rules[group].hyperparameters, *member_names(self.rules[group].members)} for group in groups}
         for name in hyperparameters:
-            if name not in known:
-                raise HyperparameterError(f'no selected rule has a hyperparameter "{name}"{suggest(name, known)}')
+            if not any(name in names for names in known.values()):
+                there = {name for group in groups for name in self.rules[group].hyperparameters}
+                raise HyperparameterError(f'no selected rule has a hyperparameter "{name}"{suggest(name, there)}')
         rules = {
-            group: self.rules[group].adjusted(
-                **{name: value for name, value in hyperparameters.items() if name in self.rules[group].hyperparameters}
-            )
+            group: self.rules[group].adjusted(**{name: value for name, value in hyperparameters.items() if name in known[group]})
             for group in groups
         }
         return self._with_rules(chosen, rules)
 
     def replace(self, selector: "Selectable | Rule", rule: Rule | None = None) -> "State":
-        """Give parameters another rule. Slots that both rules have under one name are kept, and with them the count.
+        """Give parameters another rule. Slots that both rules have under one name are kept, and the count with them.
 
-        Other slots start at zero; so does the count when a member of the new rule keeps none of its slots.
+        Other slots start afresh. A new part of a chain that needs the count from its beginning, as the moments of Adam do,
+        sets it back to zero, and then all such parts start afresh.
 
         `replace(rule)` replaces the rule of all parameters.
 
         **Raises** `PathError` when nothing matches; `StateError` when the rule cannot train a parameter.
+
+        Example:
+            >>> import numpy as np, optimisers as op
+            >>> state = op.setup(op.Adam(), np.ones(2))
+            >>> state, _ = op.update(state, np.ones(2), np.ones(2))
+            >>> leaf = state.replace(op.Chain(op.Adam(), op.Average(0.9)))[""]
+            >>> leaf.step, leaf.slots["mu"]
+            (1, array([0.1, 0.1]))
         """
         if rule is None:
             selector, rule = "**", selector  # type: ignore[assignment]
         if not isinstance(rule, Rule) or isinstance(selector, Rule):
             raise HyperparameterError(f"{rule!r} is not a rule; replace takes a rule, or a selector and a rule")
         chosen = matching(self.layout.parameters, selector)
-        program = program_of(rule)
-        rules, parameters = (*self.rules, rule), list(self.layout.parameters)
+        rules, parameters = list(self.rules), list(self.layout.parameters)
         counters, slots = list(self.counters), list(self.slots)
+        groups: dict[Any, int] = {}
         for at in chosen:
-            old = self.leaf(at)
-            check_rule(rule, parameters[at])
+            old, own = self.leaf(at), rule.rule_for(parameters[at].shape, parameters[at].dtype)
+            check_rule(own, parameters[at])
+            program = program_of(own)
+            if own.key not in groups:
+                groups[own.key] = len(rules)
+                rules.append(own)
             kinds = dict(self.layout.programs[parameters[at].group].slots)
             kept = [old.slots.get(name) if kinds.get(name) == kind else None for name, kind in program.slots]
-            # Counts correct the bias of moments; what a gate has gathered is none.
-            spans = [span for member, span in zip(program.members, program.spans, strict=True) if member.slots and not member.gate]
-            fresh = any(all(slot is None for slot in kept[span]) for span in spans)
+            fresh = _begins(own, kept)
             parameters[at] = parameters[at]._replace(
-                group=len(self.rules), counter=len(counters) if fresh else parameters[at].counter
+                group=groups[own.key], counter=len(counters) if fresh else parameters[at].counter
             )
             if slots[at] is not None:
-                zeros = zeros_for(parameters[at], program)
-                slots[at] = tuple(new if slot is None else slot for slot, new in zip(kept, zeros, strict=True))
+                new = fresh_slots(parameters[at], program)
+                slots[at] = tuple([new if old is None else old for old, new in zip(kept, new, strict=True)])
         return self._next(parameters, slots, rules=rules, counters=(*counters, 0))
 
     # Slots ------------------------------------------------------------------------------------------------------------
@@ -345,7 +358,7 @@ class State:
         for at in chosen:
             parameters[at] = parameters[at]._replace(counter=len(self.counters))
             if slots[at] is not None:
-                slots[at] = zeros_for(parameters[at], self.layout.programs[parameters[at].group])
+                slots[at] = fresh_slots(parameters[at], self.layout.programs[parameters[at].group])
         memory = {} if len(chosen) == len(parameters) else self.memory
         return self._next(parameters, slots, counters=(*self.counters, 0), memory=memory)
 
@@ -409,6 +422,25 @@ class State:
             layout, kept, tuple(used), self.step, tuple(slots), _memory(kept, self.memory if memory is None else memory), detached
         )
 
+    def with_copies(self, arrays: Sequence[Any], chosen: Iterable[int]) -> "State":
+        """A state in which slots that start as a copy of their parameter are there. Itself when none was missing.
+
+        **Arguments:** `arrays`: of all parameters; `chosen`: the parameters to look at.
+        """
+        made = {}
+        for at in chosen:
+            parameter, slots = self.layout.parameters[at], self.slots[at]
+            if slots is not None:
+                new = with_copies(slots, arrays[at], parameter, self.layout.programs[parameter.group])
+                if new is not slots:
+                    made[at] = new
+        return self.evolved(slots=tuple([made.get(at, slots) for at, slots in enumerate(self.slots)])) if made else self
+
+    def evolved(self, **attributes: Any) -> "State":
+        """A state with some of its attributes (`slots`, `memory`, …) exchanged, unchecked."""
+        names = ("layout", "rules", "counters", "step", "slots", "memory", "detached")
+        return State(**{name: attributes.get(name, getattr(self, name)) for name in names})
+
     def _at(self, path: "str | tuple[Any, ...]") -> int:
         at = self.layout.index.get(Path(path))
         if at is None:
@@ -421,7 +453,7 @@ class State:
         for at in chosen:
             parameters[at] = parameter = change(parameters[at])
             if slots[at] is None and not parameter.frozen:
-                slots[at] = zeros_for(parameter, self.layout.programs[parameter.group])
+                slots[at] = fresh_slots(parameter, self.layout.programs[parameter.group])
         return self._next(parameters, slots)
 
     def _with_masks(self, selector: "Selectable", combine: Callable[[frozenset[Path], set[Path]], frozenset[Path]]) -> "State":
@@ -519,7 +551,7 @@ def new_state(parameters: Sequence[Parameter], rules: Sequence[Rule], excluded: 
     for parameter in parameters:
         check_rule(rules[parameter.group], parameter)
     programs = [program_of(rule) for rule in rules]
-    slots = [None if parameter.frozen else zeros_for(parameter, programs[parameter.group]) for parameter in parameters]
+    slots = [None if parameter.frozen else fresh_slots(parameter, programs[parameter.group]) for parameter in parameters]
     layout = Layout(tuple(parameters), tuple(programs), excluded)
     return State(layout, tuple(rules), (0,), 0, tuple(slots), {})._next(parameters, slots)
 
@@ -540,10 +572,35 @@ def _memory(rules: Sequence[Rule], old: Mapping[str, Mapping[str, Any]]) -> dict
             if not form.memory:
                 continue
             first = owners.setdefault(form.name, member)
-            if first != member:
+            if first.with_values({**first.hyperparameters, **dict.fromkeys(first.individual)}) != member.with_values(
+                {**member.hyperparameters, **dict.fromkeys(member.individual)}
+            ):
                 raise StateError(f"{first!r} and {member!r} decide for the whole tree, so they have to be equal for all parameters")
             memory[form.name] = dict(old.get(form.name) or form.memory)
     return memory
+
+
+def _begins(rule: Rule, kept: list[Any]) -> bool:
+    """Whether a part of a chain needs the count from its beginning, and has none of its slots kept.
+
+    Then the slots of all parts that the count matters to are no longer kept.
+    """
+    program = program_of(rule)
+    spans = [
+        range(span.start, span.stop)
+        for member, form, span in zip(rule.members, program.members, program.spans, strict=True)
+        if not form.gate and any(not slot.copy for _, slot in form.slots) and member.counts
+    ]
+    begins = any(all(kept[at] is None for at in span) for span in spans)
+    if begins:
+        for span in spans:
+            kept[span.start : span.stop] = [None] * len(span)
+    return begins
+
+
+def _through(view: View, slots: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Slots as seen from another occurrence: copies."""
+    return tuple([slot if slot is None else copied(view.apply(slot)) for slot in slots])
 
 
 def _line(leaf: Leaf, many: bool) -> tuple[str, ...]:

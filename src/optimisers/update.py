@@ -6,6 +6,7 @@ from itertools import pairwise
 from operator import itemgetter
 from types import SimpleNamespace
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 
@@ -83,6 +84,7 @@ def _step(state: State, model: Any, grads: Any, *, in_place: bool) -> tuple[Stat
     if view.aliases:
         view.check_ties()
     arrays, changed = _apart(state, view)
+    given, state = state, state.with_copies(arrays, plan.copying)
     jobs = [_Job(part, state, arrays, gradients, in_place) for part in plan.parts]
     for job in jobs:
         job.part.backend.prepare(job.batch)
@@ -100,7 +102,7 @@ def _step(state: State, model: Any, grads: Any, *, in_place: bool) -> tuple[Stat
     step = state.step + 1 if any(job.open for job in jobs) else state.step
     addresses = state.addresses if slots is state.slots else None
     # What is left of the old state is its counts, which no longer go with its slots.
-    state.spent = in_place and slots is state.slots and any(job.batch.slot_dtypes for job in jobs)
+    given.spent = in_place and slots is state.slots and any(job.batch.slot_dtypes for job in jobs)
     new_state = State(layout, state.rules, counters, step, slots, memory, addresses=addresses)
     # An alias of its own is put back into line even where the parameter was written in place.
     if in_place and view.aliases:
@@ -208,7 +210,7 @@ class _Part:
         self.live_rows = [record.live_rows for record in records]
         self.kept: dict[Any, Any] = {}
         # A norm of one parameter is a scalar of its own; otherwise parameters with the same rule and count share a row.
-        own = any(member.measure is not None and member.scope == "leaf" for member in self.program.members)
+        own = any(member.keyed or (member.measure is not None and member.scope == "leaf") for member in self.program.members)
         keys = [(record.group, record.counter, at if own else None) for at, record in zip(members, records, strict=True)]
         rows = {key: row for row, key in enumerate(dict.fromkeys(keys))}
         self.rows = [(group, counter) for group, counter, _ in rows]
@@ -238,6 +240,7 @@ class _Plan:
                 key = (record.library, record.device, program, record.dtype, slot_dtypes(record, program))
                 batches.setdefault(key, []).append(at)
         self.parts = [_Part(layout, members) for members in batches.values()]
+        self.copying = [at for part in self.parts if part.program.copies for at in part.members]
         self.next: dict[Any, tuple[Layout, list[tuple[int, int]]]] = {}
 
 
@@ -314,6 +317,8 @@ class _Job:
         scalars = []
         for member, rule in zip(part.program.members, part.rules(state), strict=True):
             values = rule.scalars(step, **state.memory.get(member.name, {}))
+            if member.keyed:
+                values["key"] = np.array([crc32(str(path).encode()) for path in part.paths])
             scalars.append(_columns(values, len(counters)))
         return scalars
 

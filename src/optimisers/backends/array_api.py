@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from optimisers.backends.arrays import compute_dtype, dtype_name, namespace_of, numpy_dtype
+from optimisers.backends.arrays import compute_dtype, dtype_name, namespace_of, numpy_dtype, real_dtype
 from optimisers.backends.base import Batch, check, mask_of
 from optimisers.errors import HyperparameterError
 from optimisers.rules.program import Program
@@ -18,10 +18,14 @@ _BLOCK = 16_384
 
 
 class Namespace:
-    """The functions that a kernel may call, on whole arrays of one library. Scalars stand for arrays anywhere."""
+    """The functions that a kernel may call, on whole arrays of one library. Scalars stand for arrays anywhere.
 
-    def __init__(self, library: Any) -> None:
+    `dtype` is the one of numbers that meet no array.
+    """
+
+    def __init__(self, library: Any, dtype: str) -> None:
         self._library = library
+        self._dtype = getattr(library, dtype)
         self.sqrt = library.sqrt
         self.exp = library.exp
         self.log = library.log
@@ -29,6 +33,10 @@ class Namespace:
         self.isfinite = library.isfinite
         self.abs = library.abs
         self.conj = library.conj
+        # For rules on whole arrays.
+        self.matmul = library.matmul
+        self.sum = library.sum
+        self.mean = library.mean
 
     def _complex(self, x: Any) -> bool:
         return dtype_name(x).startswith("complex") if hasattr(x, "dtype") else isinstance(x, complex)
@@ -36,7 +44,7 @@ class Namespace:
     def _arrays(self, *values: Any) -> list[Any]:
         like = next((value for value in values if hasattr(value, "dtype")), None)
         if like is None:
-            return [self._library.asarray(value) for value in values]
+            return [self._library.asarray(value, dtype=self._dtype) for value in values]
         return [value if hasattr(value, "dtype") else self._library.asarray(value, dtype=like.dtype) for value in values]
 
     def real(self, x: Any) -> Any:
@@ -57,6 +65,34 @@ class Namespace:
     def sign(self, x: Any) -> Any:
         """The sign; x/|x| of a complex number; 0 at 0."""
         return self._library.sign(x)
+
+    def matrix_transpose(self, x: Any) -> Any:
+        """The last two axes exchanged."""
+        return self._library.matrix_transpose(x)
+
+    def epsilon(self, x: Any) -> float:
+        """The machine epsilon of an array's dtype."""
+        return float(self._library.finfo(x.dtype).eps)
+
+    def normal(self, like: Any, key: tuple[Any, ...]) -> Any:
+        """Gaussian numbers in the shape and dtype of an array, told by the key alone."""
+        random = np.random.default_rng([int(part) for part in key])
+        drawn = random.standard_normal(tuple(like.shape))
+        if self._complex(like):
+            drawn = (drawn + 1j * random.standard_normal(tuple(like.shape))) / np.sqrt(2)
+        return self._library.asarray(drawn.astype(dtype_name(like)))
+
+    def round_at_random(self, x: Any, bits: int, key: tuple[Any, ...]) -> Any:
+        """Real numbers rounded at random to a neighbour with so many bits of precision, told by the key alone."""
+        drawn = np.random.default_rng([int(part) for part in key]).random(tuple(x.shape))
+        size = self.abs(x)
+        usual = self.isfinite(x) & (size > 0)
+        # The distance between neighbours is a power of two.
+        exponent = self._library.floor(self._library.log2(self.where(usual, size, 1.0))) - (bits - 1)
+        unit = 2.0**exponent
+        down = self._library.floor(x / unit)
+        up = x / unit - down > self._library.asarray(drawn.astype(dtype_name(x)))
+        return self.where(usual, self.where(up, down + 1, down) * unit, x)
 
     def where(self, condition: Any, x: Any, y: Any) -> Any:
         """x where the condition holds, else y."""
@@ -82,13 +118,13 @@ class Namespace:
 
 
 @cache
-def _namespace(library: Any) -> Namespace:
-    return Namespace(library)
+def _namespace(library: Any, dtype: str) -> Namespace:
+    return Namespace(library, dtype)
 
 
-def namespace(library: Any) -> Namespace:
-    """The functions for kernels, from an array-API namespace."""
-    return _namespace(library)
+def namespace(library: Any, dtype: str = "float64") -> Namespace:
+    """The functions for kernels, from an array-API namespace and the real dtype of the arithmetic."""
+    return _namespace(library, dtype)
 
 
 def fuses(program: Program, dtypes: tuple[str, ...]) -> bool:
@@ -169,10 +205,10 @@ def _sums(batch: Batch, member: int, at: int) -> list[float]:
     total = [0.0] * program.members[member].sums
     with np.errstate(all="ignore"):
         for xp, g, p, slots in _pieces(batch, at, whole):
-            g, _ = _through(program.head(member), xp, g, p, h, slots)
+            g, p, _ = _through(program, xp, g, p, h[:member], slots)
             inputs = [wide(array) for array in (g, p, *slots[program.spans[member]])]
             parts = measure(xp, inputs[0], inputs[1], h[member], *inputs[2:])
-            values = [_sum(part, rows) for part in (parts if isinstance(parts, tuple) else (parts,))]
+            values = [_sum(part, inputs[0], rows) for part in (parts if isinstance(parts, tuple) else (parts,))]
             total = [a + b for a, b in zip(total, values, strict=True)]
     return total
 
@@ -196,13 +232,13 @@ def _run_numpy(batch: Batch, at: int, program: Program, h: list[Any], step: bool
     params, slots = batch.prepared.params, batch.prepared.slots
     whole = not program.elementwise
     for xp, g, p, old, part in _numpy_pieces(batch, at, whole):
-        g, new = _through(program, xp, g, p, h, old)
+        p, new = _moved(program, xp, g, p, h, old, step)
         rows = _row_mask(batch.live_rows[at], batch.shapes[at]) if whole else None
         for target, value in zip(slots[at], new, strict=True):
             if value is not None:
                 _store(target if whole else target.reshape(-1)[part], value, rows)
         if step:
-            _store(params[at] if whole else params[at].reshape(-1)[part], p - g, rows)
+            _store(params[at] if whole else params[at].reshape(-1)[part], p, rows)
 
 
 def _store(target: np.ndarray, value: Any, rows: np.ndarray | None) -> None:
@@ -214,18 +250,17 @@ def _store(target: np.ndarray, value: Any, rows: np.ndarray | None) -> None:
 
 def _run_array(batch: Batch, at: int, program: Program, h: list[Any], step: bool) -> tuple[Any, tuple[Any, ...]]:
     ((xp, g, p, old),) = _pieces(batch, at, whole=True)
-    library = xp._library
-    g, new = _through(program, xp, g, p, h, old)
+    given: list[Any] = [batch.params[at], batch.grads[at], p, g, *old]
+    p, new = _moved(program, xp, g, p, h, old, step)
     rows = _row_mask(batch.live_rows[at], batch.shapes[at])
     slots: list[Any] = []
-    given: list[Any] = [batch.params[at], batch.grads[at], p, g, *old]
     for before, value in zip(batch.slots[at], new, strict=True):
         # A kernel may return an array that it was given, or one array twice; each slot has memory of its own.
         shared = any(value is each for each in given)
         given.append(value)
-        slots.append(_kept(library, before, value, rows, copy=shared))
+        slots.append(_kept(xp._library, before, value, rows, copy=shared))
     before = batch.params[at]
-    return (_kept(library, before, p - g, rows, copy=False) if step else before), tuple(slots)
+    return (_kept(xp._library, before, p, rows, copy=any(p is each for each in given)) if step else before), tuple(slots)
 
 
 def _kept(library: Any, before: Any, value: Any, rows: np.ndarray | None, *, copy: bool) -> Any:
@@ -240,9 +275,30 @@ def _kept(library: Any, before: Any, value: Any, rows: np.ndarray | None, *, cop
     return library.where(mask, value, before)
 
 
-def _through(program: Program, xp: Namespace, g: Any, p: Any, h: list[Any], slots: Sequence[Any]) -> tuple[Any, list[Any]]:
-    """Pass a gradient through the members; returns what comes out and all slots, `None` for those not reached."""
+def _moved(
+    program: Program, xp: Namespace, g: Any, p: Any, h: list[Any], slots: Sequence[Any], step: bool
+) -> tuple[Any, list[Any]]:
+    """A parameter after its step, and all slots, `None` for those not reached."""
+    g, p, new = _through(program, xp, g, p, h, slots)
+    if step:
+        p = p - g
+        for member, span, scalars in zip(program.members, program.spans, h, strict=False):
+            if member.load is not None:
+                new[span] = [p]
+            if member.store is not None:
+                p = member.store(xp, p, scalars)
+    return p, new
+
+
+def _through(program: Program, xp: Namespace, g: Any, p: Any, h: list[Any], slots: Sequence[Any]) -> tuple[Any, Any, list[Any]]:
+    """Pass a gradient through as many members as there are scalars for.
+
+    Returns what comes out, the parameter that they acted on, and all slots, `None` for those not reached.
+    """
     new: list[Any] = [None] * len(slots)
+    for member, span, scalars in zip(program.members, program.spans, h, strict=False):
+        if member.load is not None:
+            p = member.load(xp, p, scalars, *slots[span])
     for member, span, scalars in zip(program.members, program.spans, h, strict=False):
         if member.apply is not None:
             g, out = member.apply(xp, g, p, scalars, tuple(slots[span]))
@@ -256,7 +312,7 @@ def _through(program: Program, xp: Namespace, g: Any, p: Any, h: list[Any], slot
                     f"the kernel of {member.name} returned {len(parts)} values; it returns the step and its slots {slot_names}"
                 )
             g, *new[span] = parts
-    return g, new
+    return g, p, new
 
 
 def _pieces(batch: Batch, at: int, whole: bool) -> Iterator[tuple[Namespace, Any, Any, list[Any]]]:
@@ -271,9 +327,10 @@ def _pieces(batch: Batch, at: int, whole: bool) -> Iterator[tuple[Namespace, Any
     if rows is not None:
         mask = library.reshape(library.asarray(rows), (-1, *(1,) * (len(p.shape) - 1)))
         g = library.where(mask, g, library.zeros_like(g))
-    dtype = getattr(library, compute_dtype(batch.dtype))
+    compute = compute_dtype(batch.dtype)
+    dtype = getattr(library, compute)
     slots = [_cast(library, slot, dtype) for slot in batch.slots[at]]
-    yield namespace(library), library.astype(g, dtype, copy=False), library.astype(p, dtype, copy=False), slots
+    yield namespace(library, real_dtype(compute)), library.astype(g, dtype, copy=False), library.astype(p, dtype, copy=False), slots
 
 
 def _cast(library: Any, slot: Any, dtype: Any) -> Any:
@@ -285,7 +342,7 @@ def _numpy_pieces(
     batch: Batch, at: int, whole: bool
 ) -> Iterator[tuple[Namespace, np.ndarray, np.ndarray, list[np.ndarray], slice]]:
     p, g, s = batch.prepared.params[at], batch.prepared.grads[at], batch.prepared.slots[at]
-    xp = namespace(np)
+    xp = namespace(np, real_dtype(compute_dtype(batch.dtype)))
     compute = numpy_dtype(compute_dtype(batch.dtype))
     if whole:
         rows = _row_mask(batch.live_rows[at], p.shape)
@@ -328,9 +385,10 @@ def wide(array: Any) -> Any:
     return array.astype(name) if library is np else library.astype(array, getattr(library, name), copy=False)
 
 
-def _sum(part: Any, rows: np.ndarray | None) -> float:
-    library = np if isinstance(part, (np.ndarray, np.generic)) else namespace_of(part)
-    live: Any = part
+def _sum(part: Any, gradient: Any, rows: np.ndarray | None) -> float:
+    """The sum of what `measure` returned for each element; or the same number for all of them."""
+    library = np if isinstance(gradient, (np.ndarray, np.generic)) else namespace_of(gradient)
+    live: Any = library.broadcast_to(library.asarray(part), gradient.shape)
     return float(library.sum(live if rows is None else live[library.asarray(rows)]))
 
 

@@ -142,4 +142,4 @@ def slot_dtypes(parameter: Parameter, program: Program) -> tuple[str, ...]:
 
 @lru_cache(maxsize=1024)
 def _slot_dtypes(dtype: str, wish: str | None, program: Program) -> tuple[str, ...]:
-    return tuple(slot_dtype(dtype, slot.real, wish) for _, slot in program.slots)
+    return tuple(slot.dtype or slot_dtype(dtype, slot.real, None if slot.wide else wish) for _, slot in program.slots)

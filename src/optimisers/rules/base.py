@@ -4,14 +4,14 @@ import dataclasses
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self, TypeAlias, TypeVar, dataclass_transform
 
 import numpy as np
 
 from optimisers.errors import HyperparameterError, suggest
 
-__all__ = ["LIKE", "REAL", "Hyper", "Rule", "Slot", "rule", "stack"]
+__all__ = ["COPY", "LIKE", "REAL", "Hyper", "Rule", "Slot", "rule", "stack"]
 
 Hyper: TypeAlias = Any
 """A hyperparameter: a number, or a schedule, which is any function of the state's step (counted from 0).
@@ -27,15 +27,22 @@ class Slot:
     """The kind of a state array: its dtype and shape, from those of the parameter. Slots start at zero.
 
     - `real`: the real dtype even where the parameter is complex.
+    - `copy`: it starts as a copy of the parameter, made at `setup` or at the first step that finds none.
+    - `wide`: at least float32, whatever `state_dtype` says.
+    - `dtype`: exactly this dtype.
     - `shape`: a function from the parameter's shape to the slot's; the same shape by default.
     """
 
     real: bool = False
+    copy: bool = False
+    wide: bool = False
+    dtype: str | None = None
     shape: Callable[[tuple[int, ...]], tuple[int, ...]] | None = None
 
 
 LIKE = Slot()
 REAL = Slot(real=True)
+COPY = Slot(copy=True)
 
 # Inclusive lower bound, upper bound, whether the upper bound itself is allowed.
 _RANGES: dict[str, tuple[float, float, bool]] = {
@@ -55,7 +62,7 @@ class Rule:
 
     - its hyperparameters, as fields: numbers (or schedules) are data, which `adjust` changes freely;
       `bool`, `str` and `None` are static, since they shape the computation;
-    - `slots`: the name and kind (`LIKE`, `REAL`) of each state array. Slots start at zero;
+    - `slots`: the name and kind (`LIKE`, `REAL`, `COPY`) of each state array. Slots start at zero, or as a copy of the parameter;
     - `scalars(self, step)`: the numbers of this step, for all elements alike, as a `dict`. `step` is the parameter's
       own count, 1 at its first step. It must be plain arithmetic: it also runs on arrays and tracers;
     - `kernel(xp, g, p, h, *slots)`: one element. `g` is the gradient (in a chain, what the rule before returned), `p`
@@ -71,7 +78,15 @@ class Rule:
     - `memory`: numbers that the rule keeps for the whole tree, passed to `scalars` by name; `remember(h, **memory)`
       returns their next values;
     - `apply(xp, g, p, h, slots)`: in place of `kernel`, on whole arrays, returning the step and a tuple of new slots;
-    - `refuses(self, shape, dtype)`: the reason why a parameter cannot be trained by this rule, or `None`.
+    - `refuses(self, shape, dtype)`: the reason why a parameter cannot be trained by this rule, or `None`;
+    - `rule_for(self, shape, dtype)`: the rule that takes this one's place for such a parameter;
+    - `options`: the names of numbers that are static nevertheless, such as a number of iterations;
+    - `keyed = True`: a scalar `key`, which tells parameters apart, for random numbers;
+    - `load(xp, p, h, *slots)`: the parameter that the chain acts on, in place of the one in the model, kept in the rule's
+      only slot;
+      `store(xp, p, h)`: what goes into the model in place of the outcome;
+    - `rank`: above 0 for a part that has to stand at the end of a chain, after all of a lower rank;
+    - `individual`: for a rule with `memory`, the hyperparameters in which parameters may differ all the same.
 
     Example:
         >>> import numpy as np
@@ -95,6 +110,12 @@ class Rule:
     gate: ClassVar[bool] = False
     memory: ClassVar[Mapping[str, float]] = {}
     ranges: ClassVar[Mapping[str, tuple[float, float, bool]]] = {}
+    options: ClassVar[tuple[str, ...]] = ()
+    rank: ClassVar[int] = 0
+    keyed: ClassVar[bool] = False
+    load: ClassVar[Callable[..., Any] | None] = None
+    store: ClassVar[Callable[..., Any] | None] = None
+    individual: ClassVar[tuple[str, ...]] = ()
     kernel: ClassVar[Callable[..., Any] | None] = None
     measure: ClassVar[Callable[..., Any] | None] = None
     measured: ClassVar[Callable[..., Any] | None] = None
@@ -131,7 +152,11 @@ class Rule:
                 raise HyperparameterError(f"{here}: {name} must lie in [{bounds[0]:g}, {bounds[1]:g}{close}")
 
     def __repr__(self) -> str:
-        shown = [f"{name}={_show(value)}" for name, value in self.hyperparameters.items()]
+        # Options are shown where they are not as usual.
+        usual = {field.name: field.default for field in _fields(self)}
+        shown = [
+            f"{name}={_show(value)}" for name, value in self.hyperparameters.items() if _is_data(value) or value != usual[name]
+        ]
         return f"{type(self).__name__}({', '.join(shown)})"
 
     @property
@@ -149,17 +174,26 @@ class Rule:
         return self
 
     @property
+    def counts(self) -> bool:
+        """Whether the parameter's own count matters to this rule: some of its scalars depend on it."""
+        rule = self.at(0)
+        return any(rule.scalars(1, **self.memory) != rule.scalars(step, **self.memory) for step in (2, 1000))
+
+    @property
     def members(self) -> "tuple[Rule, ...]":
         """The rules that this one consists of, in order: itself, or the members of a chain."""
         return (self,)
 
     def adjusted(self, **changes: Any) -> Self:
-        """This rule with other values of its hyperparameters.
+        """This rule with other values of its hyperparameters: `adjusted(lr=0.1)`, or `adjusted(adam={"lr": 0.1})`.
 
         **Raises** `HyperparameterError` for a name that the rule lacks, a value out of range, or a static option, since
         that changes the shape of the state (`State.replace` does that).
         """
         mine = self.hyperparameters
+        own = changes.get(type(self).__name__.lower())
+        if isinstance(own, Mapping):
+            changes = {**{name: value for name, value in changes.items() if not isinstance(value, Mapping)}, **own}
         for name in changes:
             if name not in mine:
                 raise HyperparameterError(f'{type(self).__name__} has no hyperparameter "{name}"{suggest(name, mine)}')
@@ -170,7 +204,7 @@ class Rule:
                     f"{type(self).__name__}.{name} is {mine[name]!r}, and {value!r} would change the computation "
                     "and not only a number in it; use state.replace(selector, rule)"
                 )
-        if (changed.kernel, dict(changed.slots)) != (self.kernel, dict(self.slots)):
+        if (changed.kernel, changed.apply, dict(changed.slots)) != (self.kernel, self.apply, dict(self.slots)):
             raise HyperparameterError(f"{changed!r} has other slots than {self!r}; use state.replace(selector, rule)")
         return changed
 
@@ -199,6 +233,10 @@ class Rule:
         """The numbers of one step, for all elements alike."""
         return {}
 
+    def rule_for(self, shape: tuple[int, ...], dtype: str) -> "Rule":
+        """The rule that trains a parameter of this shape and dtype: this one, unless it knows a better."""
+        return self
+
     def refuses(self, shape: tuple[int, ...], dtype: str) -> str | None:
         """Why a parameter of this shape and dtype cannot be trained by this rule, or `None`."""
         return None
@@ -209,7 +247,7 @@ def rule(cls: _Cls) -> _Cls:
     """Make a subclass of `Rule` a rule: a frozen dataclass whose arithmetic is static. See `Rule`."""
     if not (isinstance(cls, type) and issubclass(cls, Rule)):
         raise HyperparameterError(f"{cls!r} is not a subclass of optimisers.Rule")
-    for name in ("kernel", "measure", "measured", "apply", "remember"):
+    for name in ("kernel", "measure", "measured", "apply", "remember", "load", "store"):
         function = cls.__dict__.get(name)
         if callable(function) and not isinstance(function, (staticmethod, property)):
             setattr(cls, name, staticmethod(function))
@@ -283,6 +321,17 @@ def _check_annotations(cls: type[Rule]) -> None:
 
 def _fields(rule: Any) -> tuple[dataclasses.Field[Any], ...]:
     return dataclasses.fields(rule)
+
+
+def member_names(members: Iterable[Rule]) -> list[str]:
+    """The names of the members of a chain: their classes', numbered where one occurs again: `adam`, `adam_2`."""
+    seen: dict[str, int] = {}
+    names = []
+    for member in members:
+        name = type(member).__name__.lower()
+        seen[name] = seen.get(name, 0) + 1
+        names.append(name if seen[name] == 1 else f"{name}_{seen[name]}")
+    return names
 
 
 def static(value: Any) -> Any:

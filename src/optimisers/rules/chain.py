@@ -1,9 +1,11 @@
 """Rules in a row: what one returns is the gradient of the next."""
 
+from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any, Self
 
 from optimisers.errors import HyperparameterError, suggest
-from optimisers.rules.base import Rule, rule
+from optimisers.rules.base import Rule, member_names, rule
 
 __all__ = ["Chain"]
 
@@ -35,7 +37,13 @@ class Chain(Rule):
                     type(each), ""
                 )
                 raise HyperparameterError(f"a chain holds rules, and {each!r} is none" + (f"; {hint}" if hint else ""))
-        object.__setattr__(self, "rules", tuple(member for each in rules for member in each.members))
+        members = tuple(member for each in rules for member in each.members)
+        for before, after in pairwise(members):
+            if after.rank < before.rank:
+                raise HyperparameterError(
+                    f"{type(before).__name__} sees what the whole chain does, so {type(after).__name__} has to stand before it"
+                )
+        object.__setattr__(self, "rules", members)
 
     def __repr__(self) -> str:
         return f"Chain({', '.join(map(repr, self.rules))})"
@@ -43,6 +51,11 @@ class Chain(Rule):
     @property
     def members(self) -> tuple[Rule, ...]:
         return self.rules
+
+    def rule_for(self, shape: tuple[int, ...], dtype: str) -> Rule:
+        """This chain with the rules that its members choose for such a parameter."""
+        chosen = [member.rule_for(shape, dtype) for member in self.rules]
+        return self if all(new is old for new, old in zip(chosen, self.rules, strict=True)) else type(self)(*chosen)
 
     @property
     def hyperparameters(self) -> dict[str, Any]:
@@ -54,13 +67,18 @@ class Chain(Rule):
         return merged
 
     def adjusted(self, **changes: Any) -> Self:
-        """This chain with a hyperparameter changed in every member that has it."""
+        """This chain with a hyperparameter changed in every member that has it; `adam={"lr": 0.1}` speaks to one member."""
+        names = member_names(self.rules)
+        known = {**self.hyperparameters, **dict.fromkeys(names)}
         for name in changes:
-            if not any(name in member.hyperparameters for member in self.rules):
-                raise HyperparameterError(f'{self!r} has no hyperparameter "{name}"{suggest(name, self.hyperparameters)}')
-        return type(self)(
-            *(
-                member.adjusted(**{name: value for name, value in changes.items() if name in member.hyperparameters})
-                for member in self.rules
-            )
-        )
+            if name not in known:
+                raise HyperparameterError(f'{self!r} has no hyperparameter "{name}"{suggest(name, known)}')
+            if name not in self.hyperparameters and not isinstance(changes[name], Mapping):
+                raise HyperparameterError(f'"{name}" is a member of the chain; give its hyperparameters by name, {name}={{"…": …}}')
+        shared = {name: value for name, value in changes.items() if not isinstance(value, Mapping)}
+        members = []
+        for name, member in zip(names, self.rules, strict=True):
+            own = {key: value for key, value in shared.items() if key in member.hyperparameters}
+            given = changes.get(name)
+            members.append(member.adjusted(**{**own, **(given if isinstance(given, Mapping) else {})}))
+        return type(self)(*members)

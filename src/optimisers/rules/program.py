@@ -1,11 +1,11 @@
 """A rule as the backends run it: its members in order, without their numbers."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
-from optimisers.rules.base import Rule, Slot, static
+from optimisers.rules.base import Rule, Slot, member_names, static
 
 __all__ = ["Member", "Program", "program_of"]
 
@@ -20,12 +20,20 @@ class Member:
     measure: Callable[..., Any] | None
     measured: Callable[..., Any] | None
     remember: Callable[..., Any] | None
+    load: Callable[..., Any] | None
+    store: Callable[..., Any] | None
+    keyed: bool
     scope: str | None
     sums: int
     gate: bool
     slots: tuple[tuple[str, Slot], ...]
     memory: tuple[tuple[str, float], ...]
     options: tuple[tuple[str, Any], ...]
+
+    @property
+    def elementwise(self) -> bool:
+        """Whether it speaks of one element, and of nothing but what is in the arrays."""
+        return not (self.apply or self.load or self.store)
 
     @classmethod
     def of(cls, rule: Rule, name: str) -> "Member":
@@ -36,12 +44,15 @@ class Member:
             measure=rule.measure,
             measured=rule.measured,
             remember=rule.remember,
+            load=rule.load,
+            store=rule.store,
+            keyed=rule.keyed,
             scope=rule.scope,
             sums=rule.sums,
             gate=rule.gate,
             slots=tuple(rule.slots.items()),
             memory=tuple(rule.memory.items()),
-            options=tuple((field, static(value)) for field, value in rule.hyperparameters.items()),
+            options=tuple((name, value if name in rule.options else static(value)) for name, value in rule.hyperparameters.items()),
         )
 
 
@@ -62,6 +73,11 @@ class Program:
         )
 
     @cached_property
+    def copies(self) -> tuple[int, ...]:
+        """Which of all slots start as a copy of the parameter."""
+        return tuple(at for at, (_, slot) in enumerate(self.slots) if slot.copy)
+
+    @cached_property
     def spans(self) -> tuple[slice, ...]:
         """Where the slots of each member stand among all slots."""
         spans, at = [], 0
@@ -72,8 +88,8 @@ class Program:
 
     @cached_property
     def elementwise(self) -> bool:
-        """Whether every member speaks of one element."""
-        return all(member.apply is None for member in self.members)
+        """Whether every member speaks of one element, and of nothing but what is in the arrays."""
+        return all(member.elementwise for member in self.members)
 
     def head(self, length: int) -> "Program":
         """The first members alone."""
@@ -88,16 +104,9 @@ class Program:
 
 
 def program_of(rule: Rule) -> Program:
-    """The program of a rule; members of the same class are numbered: `adam`, `adam_2`."""
-    return _intern(tuple(_named(rule.members)))
-
-
-def _named(members: Iterable[Rule]) -> Iterable[Member]:
-    seen: dict[str, int] = {}
-    for member in members:
-        name = type(member).__name__.lower()
-        seen[name] = seen.get(name, 0) + 1
-        yield Member.of(member, name if seen[name] == 1 else f"{name}_{seen[name]}")
+    """The program of a rule."""
+    members = rule.members
+    return _intern(tuple(map(Member.of, members, member_names(members))))
 
 
 @lru_cache(maxsize=1024)

@@ -1,0 +1,83 @@
+"""Models to evaluate with: the averages that rules keep, and the weights of schedule-free training."""
+
+from collections.abc import Callable
+from typing import Any
+
+from optimisers.backends.arrays import dtype_name, namespace_of
+from optimisers.errors import StateError
+from optimisers.model.reading import open_with
+from optimisers.state import State
+
+__all__ = ["averaged", "evaluation", "training"]
+
+
+def averaged(state: State, model: Any) -> Any:
+    """The model whose parameters are the running averages that `Average` keeps, ties and dtypes kept.
+
+    Parameters without an average, or that have not trained yet, stand as they are.
+
+    **Raises** `StateError` when no rule keeps an average; `ModelError` for a model that is not the state's.
+
+    Example: see `Average`.
+    """
+    view = open_with(state.layout, model)
+    changed = {}
+    for at, array in enumerate(view.arrays):
+        leaf = state.leaf(at)
+        if "average" in leaf.slots and leaf.step > 0:
+            changed[at] = _like(leaf.slots["average"], array)
+    if not any("average" in dict(program.slots) for program in state.layout.programs):
+        raise StateError("no rule keeps an average; put Average() at the end of the chain")
+    return view.put(changed)
+
+
+def evaluation(state: State, model: Any) -> tuple[State, Any]:
+    r"""The model of schedule-free training as it is to be evaluated, $x = y + (1 - 1/\beta_1)(z - y)$, and a state that knows so.
+
+    The state refuses updates until `training` is called. A model that is evaluated already is returned as it is.
+
+    **Raises** `StateError` when no rule is `ScheduleFree`; `ModelError` for a model that is not the state's.
+
+    Example:
+        >>> import numpy as np, optimisers as op
+        >>> model = {"w": np.array([1.0])}
+        >>> state = op.setup(op.ScheduleFree(0.1), model)
+        >>> state, model = op.update(state, model, {"w": np.array([1.0])})
+        >>> state, best = op.evaluation(state, model)
+        >>> state, again = op.training(state, best)
+        >>> bool(np.allclose(again["w"], model["w"]))
+        True
+    """
+    return _moved(state, model, 1, lambda beta, y, z: y + (1 - 1 / beta) * (z - y))
+
+
+def training(state: State, model: Any) -> tuple[State, Any]:
+    r"""The model of schedule-free training as it trains, $y = x + (1 - \beta_1)(z - x)$: the way back from `evaluation`.
+
+    **Raises** as `evaluation` does.
+    """
+    return _moved(state, model, 0, lambda beta, x, z: x + (1 - beta) * (z - x))
+
+
+def _moved(state: State, model: Any, mode: int, move: Callable[[float, Any, Any], Any]) -> tuple[State, Any]:
+    if "schedulefree" not in state.memory:
+        raise StateError("no rule of this state is ScheduleFree, so the model is trained and evaluated with the same weights")
+    if state.memory["schedulefree"]["evaluating"] == mode:
+        return state, model
+    view = open_with(state.layout, model)
+    changed = {}
+    for at, array in enumerate(view.arrays):
+        leaf = state.leaf(at)
+        member = next((each for each in leaf.rule.members if type(each).__name__ == "ScheduleFree"), None)
+        if member is not None and leaf.step > 0:
+            beta = member.at(state.step).betas[0]  # type: ignore[attr-defined]
+            z = leaf.slots["z"]
+            changed[at] = _like(move(beta, _like(array, z), z), array)
+    memory = {**state.memory, "schedulefree": {**state.memory["schedulefree"], "evaluating": mode}}
+    return state.evolved(memory=memory), view.put(changed)
+
+
+def _like(array: Any, other: Any) -> Any:
+    """A copy in the dtype of another array."""
+    library = namespace_of(other)
+    return library.astype(array, getattr(library, dtype_name(other), other.dtype), copy=True)
