@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 
 from benchmarks import figures
 from benchmarks.contestants import FOREACH, FUSED, LOOP, NAIVE, OURS, REFERENCE
+from benchmarks.elementwise import YARDSTICK
 from benchmarks.figures import Outcome, ratio
-from benchmarks.rules import YARDSTICK
 from benchmarks.sections import FROZEN
 
 __all__ = ["draw"]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 import optimisers as op
-from benchmarks import figures, rules
+from benchmarks import elementwise, figures
 from benchmarks.contestants import Ours, adamw
 from benchmarks.figures import Figure, Outcome, contest, ratio
 from benchmarks.models import Sizes, arrays_of, filled, nbytes, shapes_of
@@ -96,18 +96,18 @@ def _grouped(count: int) -> Any:
 def _rules(sizes: Sizes, effort: Effort, report: Report) -> Outcome:
     """Every elementwise rule on (d): the time for a byte moved, against AdamW's in the same heat."""
     model, grads = _model_and_gradients("d", sizes)
-    every = rules.elementwise()
-    names = [name for name in every if name != rules.YARDSTICK]
+    every = elementwise.elementwise()
+    names = [name for name in every if name != elementwise.YARDSTICK]
     heats = [names[at : at + _HEAT] for at in range(0, len(names), _HEAT)]
     timings: dict[str, Timing] = {}
     found: list[Figure] = []
     for at, heat in enumerate(heats):
-        steps = {name: Ours(every[name], model, grads) for name in (rules.YARDSTICK, *heat)}
-        moved = {name: rules.bytes_moved(step.state) for name, step in steps.items()}
+        steps = {name: Ours(every[name], model, grads) for name in (elementwise.YARDSTICK, *heat)}
+        moved = {name: elementwise.bytes_moved(step.state) for name, step in steps.items()}
         taken = race(steps, effort, lambda share, at=at: report((at + share) / len(heats)))
         for name in heat:
-            relative = ratio(taken, name, rules.YARDSTICK) * moved[rules.YARDSTICK] / moved[name]
-            found.append(Figure("rules", f"(d) {name}, a byte, against {rules.YARDSTICK}", relative, figures.A_BYTE))
+            relative = ratio(taken, name, elementwise.YARDSTICK) * moved[elementwise.YARDSTICK] / moved[name]
+            found.append(Figure("rules", f"(d) {name}, a byte, against {elementwise.YARDSTICK}", relative, figures.A_BYTE))
         timings |= taken
     return Outcome(timings, found)
 

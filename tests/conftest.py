@@ -1,5 +1,6 @@
 """What the tests share: the list of rules, the list of backends, and ways to make, run and compare arrays."""
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ import pytest
 
 import optimisers as op
 
+os.environ.setdefault("JAX_ENABLE_X64", "1")  # before JAX is imported
 DTYPES = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
 EPS = {name: 2.0**-bits for name, bits in zip(DTYPES, (10, 7, 23, 52, 23, 52), strict=True)}
 """The distance from 1 to the next number."""
@@ -71,15 +73,22 @@ def _from_torch(tensor: Any) -> np.ndarray:
     return tensor.numpy()
 
 
+def _to_jax(array: np.ndarray) -> Any:
+    import jax.numpy as jnp
+
+    return jnp.array(array)
+
+
 BACKENDS = (
     Backend("numba", DTYPES, np.array, np.asarray),
     Backend("blocks", DTYPES, np.array, np.asarray, op.reference_only),
     Backend("strict", ("float32", "float64", "complex64", "complex128"), _to_strict, np.asarray),
     Backend("torch", DTYPES, _to_torch, _from_torch),
+    Backend("jax", ("bfloat16", "float32", "float64", "complex64"), _to_jax, np.asarray),
 )
 NUMPY_BACKENDS = BACKENDS[:2]
-SHARING_BACKENDS = tuple(each for each in BACKENDS if each.name != "strict")
-"""Those whose arrays show which of them see the same memory."""
+SHARING_BACKENDS = tuple(each for each in BACKENDS if each.name not in ("strict", "jax"))
+"""Those whose arrays can see one memory through several views."""
 
 
 def _param(backends: tuple[Backend, ...]) -> Any:

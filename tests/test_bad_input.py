@@ -1,5 +1,6 @@
 """Bad input is an error of the library's own family, which names the path and the remedy, before anything changed."""
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +20,7 @@ from optimisers.errors import (
     StateError,
     TieError,
 )
-from tests.conftest import Backend, all_bits, train
+from tests.conftest import Backend, all_bits, rule_classes, train
 
 
 def _model(backend: Backend) -> dict[str, Any]:
@@ -260,3 +261,73 @@ def test_the_family_is_the_built_in_kind_too() -> None:
         assert issubclass(error, OptimiserError)
         assert issubclass(error, kind)
         assert str(error("a sentence")) == "a sentence"
+
+
+# Hyperparameters -------------------------------------------------------------------------------------------------------
+
+
+def _wrong(rule: op.Rule) -> list[tuple[str, Any]]:
+    """For every hyperparameter of a rule, values that it cannot have, one element of a tuple at a time."""
+    found: list[tuple[str, Any]] = []
+    for name, value in rule.hyperparameters.items():
+        whole = name in ("seed", "unit_axis", "ns_steps")
+        flag, text, part = isinstance(value, bool) or name == "factored", isinstance(value, str), name == "fallback"
+        bad: list[Any] = [math.nan, -math.inf, "0.1", [0.1], np.array([0.1, 0.2]), 1 + 1j, {"a": 0.1}, op.Adam, b"1"]
+        bad += [0.5, 2, -1] if flag or text or part else [True, False]
+        bad += [None] if name not in ("beta3", "fallback", "factored") and not isinstance(value, tuple) else []
+        bad += [1.5, math.inf, lambda step: 1] if whole else []
+        bad += [] if name in ("clip_value", "max_norm") else [math.inf]
+        bad += [-1.0] if name not in ("dampening", "beta2_decay", "unit_axis", "ns_coefficients") else []
+        bad += [1.0, 1.5] if name in ("betas", "alpha", "rho", "beta3") and not isinstance(rule, op.Lookahead) else []
+        bad += [0.0] if name in ("n", "k", "d", "d0", "d_coef", "clipping", "clip_value", "max_norm", "trust_coefficient") else []
+        if isinstance(value, tuple):
+            bad += [None] if value[0] is not None else []
+            found += [(name, (*value[:at], each, *value[at + 1 :])) for at in range(len(value)) for each in bad]
+            found += [(name, each) for each in (value[:-1], (*value, 0.5), (), 0.5, None, "0.1, 0.1", True)]
+        else:
+            found += [(name, each) for each in bad]
+    return found
+
+
+@pytest.mark.parametrize("cls", rule_classes(), ids=lambda cls: cls.__name__)
+def test_a_hyperparameter_out_of_its_range_or_kind_names_itself(cls: type[op.Rule]) -> None:
+    for name, value in _wrong(cls()):
+        with pytest.raises(HyperparameterError, match=rf"^{cls.__name__}\({name}=.*{name}") as caught:
+            pytest.fail(f"{cls(**{name: value})!r}")
+        assert len(str(caught.value)) < 300
+        # The same by `adjust`, but for what is static.
+        with pytest.raises(HyperparameterError, match=name):
+            cls().adjusted(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: op.Rprop(etas=(1.2, 0.5)), r"etas must be a number in \(0, 1\) and one above 1"),
+        (lambda: op.Rprop(etas=(0.0, 1.2)), "etas"),
+        (lambda: op.Rprop(step_sizes=(1.0, 0.5)), "the first of step_sizes must not be above the second"),
+        (lambda: op.Lookahead(alpha=1.5), r"alpha must lie in \[0, 1\]"),
+        (lambda: op.Average(1.5), r"decay must lie in \[0, 1\]"),
+        (lambda: op.Adafactor(beta2_decay=0.5), r"beta2_decay must lie in \(-inf, 0\]"),
+        (lambda: op.Adafactor(eps=(None, None)), "eps"),
+        (lambda: op.Muon(ns_steps=0), r"ns_steps must lie in \[1, 100\)"),
+        (lambda: op.Muon(adjust_lr_fn="moonlight"), 'adjust_lr_fn is "original", "match_rms_adamw" or "none"'),
+        (lambda: op.Muon(fallback=op.Adam), r"fallback is a rule or None"),  # type: ignore[arg-type]
+        (lambda: op.SGD(nesterov="yes", momentum=0.9), "nesterov is True or False"),  # type: ignore[arg-type]
+    ],
+    ids=range(11),
+)
+def test_hyperparameters_that_contradict_each_other_or_the_paper(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(HyperparameterError, match=message):
+        make()
+
+
+def test_what_may_be_missing_infinite_or_of_numpy_is_taken() -> None:
+    assert op.Prodigy(beta3=None).beta3 is None
+    assert op.Adafactor(eps=(1e-30, 1e-3)).eps == (1e-30, 1e-3)
+    assert op.Adafactor(factored=True).factored is True
+    assert op.ClipNorm(math.inf).max_norm == math.inf
+    assert op.AdamW(cautious=np.True_).cautious is True  # type: ignore[arg-type]
+    assert op.AdamW(amsgrad=np.bool_(False)) == op.AdamW()  # type: ignore[arg-type]
+    assert op.AddNoise(seed=np.int64(3)) == op.AddNoise(seed=3)  # type: ignore[arg-type]
+    assert op.Muon(fallback=op.Chain(op.ClipNorm(), op.Adam())).fallback == op.Chain(op.ClipNorm(), op.Adam())

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from benchmarks import rules
+
 ROOT = Path(__file__).parents[1]
 CONTESTANTS = {"NumPy, whole arrays", "PyTorch loop", "PyTorch foreach", "PyTorch fused", "optimisers"}
 # Figure by figure, what is aimed at.
@@ -28,10 +30,10 @@ TARGETS = {
 }
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, module: str = "benchmarks.step") -> subprocess.CompletedProcess[str]:
     # PyTorch's idle threads would otherwise spin, and take the core that a test beside this one runs on.
     environment = os.environ | {"OMP_WAIT_POLICY": "passive"}
-    command = [sys.executable, "-W", "error", "-m", "benchmarks.step", *arguments]
+    command = [sys.executable, "-W", "error", "-m", module, *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=300)
 
 
@@ -68,3 +70,10 @@ def test_unknown_section_is_refused_by_name():
     done = run("--quick", "--only", "e,f")
     assert done.returncode == 2
     assert "no section f; there are a, b, c, d, e, frozen" in done.stderr
+
+
+def test_every_rule_is_measured_beside_its_peers():
+    done = run("--quick", module="benchmarks.rules")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name in rules.cases():
+        assert f"{name}: optimisers " in done.stdout

@@ -35,7 +35,7 @@ def test_the_summary_prints_as_a_table() -> None:
     made = op.summary(_state(BACKENDS[0]))
     text = str(made)
     lines = text.splitlines()
-    assert all(heading in lines[0] for heading in made.HEADINGS)
+    assert all(heading in lines[0] for heading in made.headings)
     # What looks like markup in a name is shown as it is, and no row is broken.
     assert sum("body[red]" in line for line in lines) == 1
     for row in made.rows:
@@ -45,6 +45,35 @@ def test_the_summary_prints_as_a_table() -> None:
     console = Console(file=io.StringIO(), width=200, force_terminal=True)
     console.print(made)
     assert "body[red]" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_the_values_that_result_are_shown_for_every_parameter() -> None:
+    model = {
+        "embed": np.ones((4, 2)),
+        "layers": [{"w": np.ones((2, 2)), "b": np.ones(2)} for _ in range(2)],
+        "head": np.ones((2, 3)),
+    }
+    rule = op.no_decay(op.layerwise(op.AdamW(op.schedules.Linear(1.0, 0.0, 4)), model, decay=0.5), ndim=1)
+    state = op.setup(rule, model)
+    state, model = op.update(state, model, model)
+    made = op.summary(state)
+    columns = {row[0]: dict(zip(made.headings, row, strict=True)) for row in made.rows}
+    assert {name: (row["lr"], row["weight_decay"]) for name, row in columns.items()} == {
+        "embed": ("0.09375", "0.01"),
+        "layers.0.w": ("0.1875", "0.01"),
+        "layers.0.b": ("0.1875", "0"),
+        "layers.1.w": ("0.375", "0.01"),
+        "layers.1.b": ("0.375", "0"),
+        "head": ("0.75", "0.01"),
+    }
+    assert made.rules == (("A", "AdamW(lr=…, betas=(0.9, 0.999), eps=1e-08, weight_decay=…)"),)
+
+
+def test_a_schedule_has_a_column_with_its_value() -> None:
+    made = op.summary(op.setup(op.Chain(op.ClipNorm(1.0), op.Descent(op.schedules.Linear(1.0, 0.0, 4))), np.ones(2)))
+    assert made.headings[4:6] == ("lr", "steps")
+    assert made.rows[0][4] == "1"
+    assert made.rules == (("A", "Chain(ClipNorm(max_norm=1.0), Descent(lr=Linear(start=1.0, stop=0.0, steps=4)))"),)
 
 
 def test_views_are_named() -> None:

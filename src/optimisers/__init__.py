@@ -14,7 +14,7 @@ from optimisers.rules.adam import Adam, AdamW, AMSGrad
 from optimisers.rules.adam_variants import AdaBelief, AdaMax, Adan, NAdam, OAdam, RAdam
 from optimisers.rules.adaptive import AdaDelta, AdaGrad, RMSProp, Rprop
 from optimisers.rules.averages import Average, Lookahead
-from optimisers.rules.base import LIKE, REAL, Hyper, Rule, Slot, rule
+from optimisers.rules.base import COPY, LIKE, REAL, Hyper, Rule, Slot, rule
 from optimisers.rules.chain import Chain
 from optimisers.rules.clip import ClipGlobalNorm, ClipGrad, ClipNorm
 from optimisers.rules.decay import SignDecay, WeightDecay
@@ -33,6 +33,7 @@ from optimisers.update import update, update_
 __version__ = "0.1.0"
 
 __all__ = [
+    "COPY",
     "LAMB",
     "LARS",
     "LIKE",

@@ -6,7 +6,10 @@ from typing import Any
 from optimisers.backends.arrays import dtype_name, namespace_of
 from optimisers.errors import StateError
 from optimisers.model.reading import open_with
-from optimisers.state import State
+from optimisers.rules.averages import Average
+from optimisers.rules.base import Rule, member_names
+from optimisers.rules.parameter_free import ScheduleFree
+from optimisers.state import Leaf, State
 
 __all__ = ["averaged", "evaluation", "training"]
 
@@ -14,7 +17,7 @@ __all__ = ["averaged", "evaluation", "training"]
 def averaged(state: State, model: Any) -> Any:
     """The model whose parameters are the running averages that `Average` keeps, ties and dtypes kept.
 
-    Parameters without an average, or that have not trained yet, stand as they are.
+    Parameters without an average, or that have not trained yet, stand as they are. Of several averages in a chain the last counts.
 
     **Raises** `StateError` when no rule keeps an average; `ModelError` for a model that is not the state's.
 
@@ -24,9 +27,10 @@ def averaged(state: State, model: Any) -> Any:
     changed = {}
     for at, array in enumerate(view.arrays):
         leaf = state.leaf(at)
-        if "average" in leaf.slots and leaf.step > 0:
-            changed[at] = _like(leaf.slots["average"], array)
-    if not any("average" in dict(program.slots) for program in state.layout.programs):
+        _, average = _kept(leaf, Average, "average")
+        if average is not None and leaf.step > 0:
+            changed[at] = _like(average, array)
+    if not any(isinstance(member, Average) for rule in state.rules for member in rule.members):
         raise StateError("no rule keeps an average; put Average() at the end of the chain")
     return view.put(changed)
 
@@ -68,13 +72,21 @@ def _moved(state: State, model: Any, mode: int, move: Callable[[float, Any, Any]
     changed = {}
     for at, array in enumerate(view.arrays):
         leaf = state.leaf(at)
-        member = next((each for each in leaf.rule.members if type(each).__name__ == "ScheduleFree"), None)
-        if member is not None and leaf.step > 0:
-            beta = member.at(state.step).betas[0]  # type: ignore[attr-defined]
-            z = leaf.slots["z"]
+        member, z = _kept(leaf, ScheduleFree, "z")
+        if z is not None and leaf.step > 0:
+            beta = member.at(state.step).betas[0]
             changed[at] = _like(move(beta, _like(array, z), z), array)
     memory = {**state.memory, "schedulefree": {**state.memory["schedulefree"], "evaluating": mode}}
     return state.evolved(memory=memory), view.put(changed)
+
+
+def _kept(leaf: Leaf, kind: type[Rule], slot: str) -> tuple[Any, Any]:
+    """The last member of a kind in the rule of a leaf, and one of its slots; `None` where it is missing."""
+    members = leaf.rule.members
+    for name, member in reversed(list(zip(member_names(members), members, strict=True))):
+        if isinstance(member, kind):
+            return member, leaf.slots.get(f"{name}.{slot}", leaf.slots.get(slot))
+    return None, None
 
 
 def _like(array: Any, other: Any) -> Any:

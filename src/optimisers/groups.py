@@ -3,38 +3,46 @@
 Each function returns what `setup` takes for a rule: a function from a parameter's record to its rule. They can be nested.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from re import compile as pattern
 from typing import Any, TypeAlias
 
 from optimisers.errors import HyperparameterError, StateError
 from optimisers.model.layout import Parameter
 from optimisers.model.reading import parameters_of
-from optimisers.model.select import Selectable, as_selector
-from optimisers.rules.base import Rule
+from optimisers.model.select import Selectable, as_selector, matching
+from optimisers.rules.base import Rule, member_names
 from optimisers.schedules import Scaled
 
 __all__ = ["layerwise", "no_decay"]
 
-RuleFor: TypeAlias = Rule | Callable[[Parameter], Rule]
+RuleFor: TypeAlias = Rule | Mapping[Any, Rule] | Callable[[Parameter], Rule]
 
-_FIRST = ("emb", "wte", "wpe", "tok", "pos", "patch", "cls")
+_FIRST = pattern(r"(^|[^a-z])(emb|wte|wpe|tok|patch|(pos|cls)($|[^a-z])|posit)")
+"""A word, within a key, that speaks of an embedding."""
+_HUMP = pattern(r"(?<=[a-z0-9])(?=[A-Z])")
 
 
-def layerwise(rule: RuleFor, model: Any, *, decay: float = 0.75, depth: Callable[[Parameter], int | None] | None = None) -> RuleFor:
+def layerwise(
+    rule: RuleFor, model: Any, *, decay: float = 0.75, depth: Callable[[Parameter], int | None] | None = None
+) -> Callable[[Parameter], Rule]:
     """Learning rates that fall from the head to the embeddings: `lr` times decay^(top - depth).
 
     The depth of a parameter is 1 + the first whole number in its path (`layers.3.weight` has depth 4); what has none lies at depth
-    0 where its path speaks of an embedding (`emb`, `tok`, `pos`, `patch`, …), and on top of all layers otherwise. It
-    comes from the whole model, so it does not shift when something is frozen.
+    0 where its path speaks of an embedding (`emb`, `tok`, `pos`, `patch`, …), and on top of all layers otherwise. A tied parameter
+    lies at the least depth of its paths. Depths come from the whole model, so they do not shift when something is frozen.
+
+    In a chain the last learning rate is scaled, since it is the one that the whole step is proportional to.
 
     **Arguments:**
 
-    - `rule`: a rule, or a function from a record to a rule.
+    - `rule`: a rule, a mapping from selectors to rules, or a function from a record to a rule.
     - `model`: the model.
     - `decay`: the factor from one layer to the one below, in (0, 1].
     - `depth`: a function from a record to its depth, or to `None` for the top.
 
-    **Raises** `HyperparameterError` for a decay out of range, or a rule without a learning rate.
+    **Raises** `HyperparameterError` for a decay out of range, or (at `setup`) a rule without a learning rate; `StateError` for a
+    depth that is no whole number; `PathError` for a selector that matches nothing.
 
     Example:
         >>> import numpy as np, optimisers as op
@@ -45,53 +53,81 @@ def layerwise(rule: RuleFor, model: Any, *, decay: float = 0.75, depth: Callable
 
     Source: Howard and Ruder (2018); Clark et al. (2020).
     """
-    if not 0 < decay <= 1:
+    if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 < decay <= 1:
         raise HyperparameterError(f"layerwise(decay={decay!r}): decay must lie in (0, 1]")
-    find = depth or _depth
-    depths = [find(record) for record, _ in parameters_of(model)]
-    top = 1 + max((each for each in depths if each is not None), default=0)
+    records = _records("layerwise", rule, model)
+
+    def find(record: Parameter) -> int | None:
+        found = (depth or _depth)(record)
+        if found is not None and (isinstance(found, bool) or not isinstance(found, int)):
+            raise StateError(f"{record.path}: a depth is a whole number or None, not {found!r}")
+        return found
+
+    top = 1 + max((at for at in map(find, records) if at is not None), default=0)
 
     def choose(record: Parameter) -> Rule:
         own, at = _rule(rule, record), find(record)
-        factor = decay ** (top - (top if at is None else at))
-        if "lr" not in own.hyperparameters:
-            raise HyperparameterError(f"{own!r} has no learning rate")
-        return _scaled(own, factor)
+        if at is not None and at >= top:
+            raise StateError(
+                f"{record.path} has depth {at}, above all layers of the model that layerwise was given; give it this one"
+            )
+        return _scaled(own, decay ** (top - (top if at is None else at)))
 
     return choose
 
 
 def _scaled(rule: Rule, factor: float) -> Rule:
-    lr = rule.hyperparameters["lr"]
-    return rule.adjusted(lr=Scaled(lr, factor) if callable(lr) else lr * factor)
+    rated = [
+        (name, member.hyperparameters["lr"])
+        for name, member in zip(member_names(rule.members), rule.members, strict=True)
+        if "lr" in member.hyperparameters
+    ]
+    if not rated:
+        raise HyperparameterError(f"{rule!r} has no learning rate")
+    name, lr = rated[-1]
+    return rule.adjusted(**{name: {"lr": Scaled(lr, factor) if callable(lr) else lr * factor}})
 
 
 def _depth(record: Parameter) -> int | None:
-    for key in record.path:
-        if isinstance(key, int):
-            return key + 1
-    return 0 if any(mark in str(key).lower() for key in record.path for mark in _FIRST) else None
+    depths = [_depth_of(path) for path in record.paths]
+    return min((each for each in depths if each is not None), default=None)
 
 
-def no_decay(rule: RuleFor, *selectors: Selectable, ndim: int | None = None) -> RuleFor:
+def _depth_of(path: Any) -> int | None:
+    for key in path:
+        # A list in a module has keys that are strings.
+        if isinstance(key, int) or (isinstance(key, str) and key.isdecimal()):
+            return int(key) + 1
+    # tokenEmbedding is read as token_embedding.
+    return 0 if any(_FIRST.search(_HUMP.sub("_", str(key)).lower()) for key in path) else None
+
+
+def no_decay(rule: RuleFor, model: Any, *selectors: Selectable, ndim: int | None = None) -> Callable[[Parameter], Rule]:
     """The rule, with a weight decay of 0 for the selected parameters.
 
     **Arguments:**
 
-    - `rule`: a rule, or a function from a record to a rule.
+    - `rule`: a rule, a mapping from selectors to rules, or a function from a record to a rule.
+    - `model`: the model.
     - `*selectors`: paths, globs, types, predicates.
     - `ndim`: all parameters with at most this many axes, too.
 
-    **Raises** `HyperparameterError` at `setup` when the rule has no weight decay.
+    **Raises** `PathError` for a selector that matches nothing; `HyperparameterError` at `setup` when the rule of a selected
+    parameter has no weight decay.
 
     Example:
         >>> import numpy as np, optimisers as op
         >>> model = {"weight": np.ones((2, 2)), "bias": np.ones(2)}
-        >>> op.setup(op.no_decay(op.AdamW(1e-3), "**.bias"), model)["bias"].rule.weight_decay
+        >>> op.setup(op.no_decay(op.AdamW(1e-3), model, "**.bias"), model)["bias"].rule.weight_decay
         0.0
     """
+    records = _records("no_decay", rule, model)
     if not selectors and ndim is None:
         raise StateError('no_decay selects nothing; give it selectors, such as "**.bias", or ndim=1')
+    if ndim is not None and (isinstance(ndim, bool) or not isinstance(ndim, int) or ndim < 0):
+        raise StateError(f"no_decay(ndim={ndim!r}): ndim is a number of axes, such as 1")
+    for each in selectors:
+        matching(records, each)
     chosen = [as_selector(each) for each in selectors]
 
     def choose(record: Parameter) -> Rule:
@@ -102,5 +138,35 @@ def no_decay(rule: RuleFor, *selectors: Selectable, ndim: int | None = None) -> 
     return choose
 
 
+def _records(caller: str, rule: Any, model: Any) -> list[Parameter]:
+    """The records of a model, once it is clear that the rule stands before it, and that a mapping selects something.
+
+    **Raises** `HyperparameterError`, `PathError`.
+    """
+    records = [record for record, _ in parameters_of(model)]
+    mapping = isinstance(rule, Mapping)
+    if isinstance(rule, type) or not (callable(rule) or isinstance(rule, Rule) or mapping):
+        raise HyperparameterError(f"{caller} takes a rule, a mapping of rules or a function, not {rule!r}; the model comes second")
+    for key, each in rule.items() if mapping else ():
+        if not isinstance(each, Rule):
+            raise HyperparameterError(f"{key!r}: {type(each).__name__} is not a rule; {caller} takes the rules, then the model")
+        matching(records, key)
+    if not records:
+        raise StateError(f"{caller} takes the model second, and {type(model).__name__} has no parameters")
+    return records
+
+
 def _rule(rule: RuleFor, record: Parameter) -> Rule:
-    return rule if isinstance(rule, Rule) else rule(record)
+    """The rule that trains a parameter: where a rule has a fallback, the fallback.
+
+    **Raises** `HyperparameterError` for what is none, `StateError` when a mapping has none.
+    """
+    if isinstance(rule, Mapping):
+        given: Any = next((each for key, each in rule.items() if as_selector(key).selects(record)), None)
+        if given is None:
+            raise StateError(f'{record.path}: no selector of the rules matches it; add one, such as "**", that catches the rest')
+    else:
+        given = rule if isinstance(rule, Rule) else rule(record)
+    if not isinstance(given, Rule):
+        raise HyperparameterError(f"{record.path}: {given!r} is not a rule")
+    return given.rule_for(record.shape, record.dtype)

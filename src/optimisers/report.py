@@ -1,9 +1,11 @@
 """Looking at a state: a table for the terminal."""
 
 import io
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from optimisers.rules.base import Rule
 from optimisers.state import Leaf, State, check_state
 
 if TYPE_CHECKING:
@@ -11,19 +13,30 @@ if TYPE_CHECKING:
 
 __all__ = ["Summary", "size_of", "summary"]
 
+_TEXTS = ("parameter", "shape", "dtype", "rule", "notes")
+
+
+class _Elsewhere:
+    """Stands for a value that is shown at another place."""
+
+    def __repr__(self) -> str:
+        return "…"
+
+
+_ELSEWHERE = _Elsewhere()
+
 
 @dataclass(frozen=True)
 class Summary:
     """A table of a state. `print` shows it; a `rich` console shows it in colour.
 
-    `rows` are its cells; `rules` are the rules that the rows name by letters; `total` is the line below.
+    `rows` are its cells under the `headings`; `rules` are the rules that the rows name by letters; `total` is the line below.
     """
 
+    headings: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     rules: tuple[tuple[str, str], ...]
     total: str
-
-    HEADINGS = ("parameter", "shape", "dtype", "rule", "steps", "state", "notes")
 
     def __rich__(self) -> "Table":
         from rich import box
@@ -32,8 +45,8 @@ class Summary:
 
         below = "\n".join([*(f"{letter} = {rule}" for letter, rule in self.rules), self.total])
         table = Table(box=box.SIMPLE_HEAD, caption=Text(below, style=""), caption_justify="left", pad_edge=False)
-        for heading in self.HEADINGS:
-            table.add_column(heading, justify="right" if heading in ("steps", "state") else "left", overflow="fold")
+        for heading in self.headings:
+            table.add_column(heading, justify="left" if heading in _TEXTS else "right", overflow="fold")
         for row in self.rows:
             # Text, not str: paths and rules may hold what rich would read as markup.
             table.add_row(*map(Text, row), style="dim" if row[-1].startswith("frozen") else "")
@@ -42,7 +55,7 @@ class Summary:
     def __str__(self) -> str:
         from rich.console import Console
 
-        widths = [max(map(len, column)) for column in zip(self.HEADINGS, *self.rows, strict=True)]
+        widths = [max(map(len, column)) for column in zip(self.headings, *self.rows, strict=True)]
         longest = max((len(rule) + 6 for _, rule in self.rules), default=0)
         width = max(80, longest, sum(widths) + 4 * len(widths))
         console = Console(file=io.StringIO(), width=width, no_color=True, highlight=False)
@@ -52,6 +65,9 @@ class Summary:
 
 def summary(state: State) -> Summary:
     """A table of a state: for each parameter its shape, dtype, rule, step count, the bytes of its slots, ties and what is frozen.
+
+    Hyperparameters that are not the same for all parameters, and those that follow a schedule, have a column of their own, with
+    their values at the state's step.
 
     **Returns** a `Summary`: `print` it, or give it to a `rich` console.
 
@@ -67,10 +83,42 @@ def summary(state: State) -> Summary:
     size = size_of(sum(leaf.nbytes for leaf in leaves))
     count = f"{len(leaves):,} parameter{'s' * (len(leaves) != 1)}, {elements:,} elements"
     asleep = f", {frozen:,} of them frozen" if frozen else ""
-    rules = {leaf.rule.key: repr(leaf.rule) for leaf in leaves}
-    letters = {key: _letter(at) for at, key in enumerate(rules)}
-    rows = tuple(_row(leaf, letters[leaf.rule.key]) for leaf in leaves)
-    return Summary(rows, tuple((letters[key], rule) for key, rule in rules.items()), f"{count}{asleep}; {size} of state")
+    values = {rule.key: _values(rule, state.step) for rule in state.rules}
+    differing = [name for name in _names(values.values()) if len({each[name] for each in values.values() if name in each}) > 1]
+    shown = [name for name in _names(values.values()) if name in differing or any(_follows(rule, name) for rule in state.rules)]
+    texts = {rule.key: _without(rule, differing) for rule in state.rules}
+    letters = {text: _letter(at) for at, text in enumerate(dict.fromkeys(texts[leaf.rule.key] for leaf in leaves))}
+    rows = tuple(_row(leaf, letters[texts[leaf.rule.key]], values[leaf.rule.key], shown) for leaf in leaves)
+    headings = ("parameter", "shape", "dtype", "rule", *shown, "steps", "state", "notes")
+    return Summary(headings, rows, tuple((letter, text) for text, letter in letters.items()), f"{count}{asleep}; {size} of state")
+
+
+def _values(rule: Rule, step: Any) -> dict[str, float]:
+    """The numbers of a rule at a step, by name; of one that several members have, the first member's."""
+    found: dict[str, float] = {}
+    for member in rule.members:
+        for name, value in member.at(step).hyperparameters.items():
+            if not isinstance(value, (bool, str, tuple, Rule)) and (isinstance(value, (int, float)) or hasattr(value, "dtype")):
+                found.setdefault(name, float(value))
+    return found
+
+
+def _names(values: Iterable[Mapping[str, float]]) -> list[str]:
+    return list(dict.fromkeys(name for each in values for name in each))
+
+
+def _follows(rule: Rule, name: str) -> bool:
+    """Whether a hyperparameter follows a schedule."""
+    return callable(rule.hyperparameters.get(name))
+
+
+def _without(rule: Rule, names: Sequence[str]) -> str:
+    """The text of a rule, with … for what has a column of its own."""
+    members = [
+        member.with_values({name: _ELSEWHERE if name in names else value for name, value in member.hyperparameters.items()})
+        for member in rule.members
+    ]
+    return repr(members[0]) if rule.members == (rule,) else f"{type(rule).__name__}({', '.join(map(repr, members))})"
 
 
 def _letter(at: int) -> str:
@@ -78,9 +126,11 @@ def _letter(at: int) -> str:
     return (_letter(at // 26 - 1) if at >= 26 else "") + chr(ord("A") + at % 26)
 
 
-def _row(leaf: Leaf, rule: str) -> tuple[str, ...]:
+def _row(leaf: Leaf, rule: str, values: Mapping[str, float], shown: Sequence[str]) -> tuple[str, ...]:
     shape = " × ".join(map(str, leaf.shape)) or "scalar"
-    return str(leaf.path) or "(the model)", shape, leaf.dtype, rule, str(leaf.step), size_of(leaf.nbytes), _notes(leaf)
+    numbers = [f"{values[name]:.4g}" if name in values else "" for name in shown]
+    last = str(leaf.step), size_of(leaf.nbytes), _notes(leaf)
+    return str(leaf.path) or "(the model)", shape, leaf.dtype, rule, *numbers, *last
 
 
 def _notes(leaf: Leaf) -> str:

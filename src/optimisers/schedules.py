@@ -4,7 +4,10 @@ The step counts from 0: the first update sees `schedule(0)`.
 """
 
 import math
+import operator
+from bisect import bisect_right
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,14 +50,14 @@ class Schedule:
         """
         return Shifted(self, step)
 
-    def then(self, other: "Schedule | float", after: int) -> "Joined":
-        """This schedule for `after` steps, then another one, which counts its steps from there.
+    def then(self, other: Any, after: int) -> "Joined":
+        """This schedule for `after` steps, then another one (or a number, or any function), which counts its steps from there.
 
         >>> from optimisers.schedules import Constant
         >>> Constant(1.0).then(0.1, after=5)(5)
         0.1
         """
-        return Joined((self, _schedule(other)), (after,))
+        return Joined((self, other), (after,))
 
     def plot(self, steps: int, *, axes: Any = None) -> Any:
         """Draw the values at steps 0 to `steps`, with Matplotlib.
@@ -85,6 +88,9 @@ class Constant(Schedule):
 
     value: float
 
+    def __post_init__(self) -> None:
+        _check_numbers(self, "value")
+
     def __call__(self, step: Any) -> Any:
         return self.value
 
@@ -99,6 +105,9 @@ class Shifted(Schedule):
 
     schedule: Schedule
     start: int
+
+    def __post_init__(self) -> None:
+        _check_numbers(self, "start")
 
     def __call__(self, step: Any) -> Any:
         later = step - self.start
@@ -115,6 +124,10 @@ class Scaled(Schedule):
 
     schedule: Any
     factor: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "schedule", _schedule(self.schedule))
+        _check_numbers(self, "factor")
 
     def __call__(self, step: Any) -> Any:
         return self.schedule(step) * self.factor
@@ -133,7 +146,8 @@ class Linear(Schedule):
     steps: int
 
     def __post_init__(self) -> None:
-        _check_steps(self, self.steps)
+        _check_numbers(self, "start", "stop")
+        _check_whole(self, "steps")
 
     def __call__(self, step: Any) -> Any:
         return self.start + (self.stop - self.start) * _share(step, self.steps)
@@ -156,7 +170,8 @@ class Cosine(Schedule):
     stop: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_steps(self, self.steps)
+        _check_numbers(self, "start", "stop")
+        _check_whole(self, "steps")
 
     def __call__(self, step: Any) -> Any:
         return self.stop + (self.start - self.stop) * (1 + _cos(math.pi * _share(step, self.steps))) / 2
@@ -166,23 +181,34 @@ class Cosine(Schedule):
 class Joined(Schedule):
     """Schedules one after another; the second begins at the first boundary, and counts its steps from there.
 
+    Numbers and any functions of the step may stand among them. None is asked for a step before its first.
+
     >>> Joined((Linear(0.0, 1.0, 2), Constant(0.5)), (2,))(3)
     0.5
     """
 
-    schedules: tuple[Schedule, ...]
+    schedules: tuple[Any, ...]
     boundaries: tuple[int, ...]
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "schedules", tuple(map(_schedule, self.schedules)))
-        object.__setattr__(self, "boundaries", tuple(self.boundaries))
-        if len(self.schedules) != len(self.boundaries) + 1 or list(self.boundaries) != sorted(set(self.boundaries)):
-            raise HyperparameterError(f"{self!r}: between n schedules there are n - 1 boundaries, in ascending order")
+        found = [_whole(each) for each in self.boundaries]
+        boundaries = [each for each in found if each is not None and each >= 0]
+        object.__setattr__(self, "boundaries", tuple(boundaries if len(boundaries) == len(found) else self.boundaries))
+        if len(boundaries) < len(found) or len(self.schedules) != len(self.boundaries) + 1 or boundaries != sorted(set(boundaries)):
+            raise HyperparameterError(
+                f"{self!r}: between n schedules there are n - 1 boundaries, whole numbers of at least 0, in ascending order"
+            )
 
     def __call__(self, step: Any) -> Any:
+        if isinstance(step, (int, float)):
+            at = bisect_right(self.boundaries, step)
+            return self.schedules[at](step - self.boundaries[at - 1] if at else step)
         value = self.schedules[0](step)
         for boundary, schedule in zip(self.boundaries, self.schedules[1:], strict=True):
-            value = _where(step >= boundary, schedule(step - boundary), value)
+            # Two numbers would be of the library's usual dtype, not of that of the steps.
+            value = step * 0 + value if isinstance(value, (int, float)) else value
+            value = _where(step >= boundary, schedule(_larger(step - boundary, 0)), value)
         return value
 
 
@@ -203,13 +229,19 @@ class Exponential(Schedule):
     least: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_steps(self, self.steps)
-        if not 0 < self.rate < math.inf:
+        _check_numbers(self, "start", "rate", "least")
+        _check_whole(self, "steps")
+        if isinstance(self.rate, (int, float)) and self.rate <= 0:
             raise HyperparameterError(f"{self!r}: rate is above 0")
 
     def __call__(self, step: Any) -> Any:
+        step = _larger(step, 0)
         periods = step // self.steps if self.stairs else step / self.steps
-        return _larger(self.start * self.rate**periods, self.least)
+        try:
+            power = self.rate**periods
+        except OverflowError:
+            power = math.inf
+        return _larger(self.start * power, self.least)
 
 
 @dataclass(frozen=True)
@@ -227,7 +259,10 @@ class Polynomial(Schedule):
     power: float = 1.0
 
     def __post_init__(self) -> None:
-        _check_steps(self, self.steps)
+        _check_numbers(self, "start", "stop", "power")
+        _check_whole(self, "steps")
+        if isinstance(self.power, (int, float)) and self.power <= 0:
+            raise HyperparameterError(f"{self!r}: power is above 0")
 
     def __call__(self, step: Any) -> Any:
         return self.stop + (self.start - self.stop) * (1 - _share(step, self.steps)) ** self.power
@@ -250,18 +285,23 @@ class CosineRestarts(Schedule):
     factor: int = 1
 
     def __post_init__(self) -> None:
-        _check_steps(self, self.steps)
-        _check_steps(self, self.factor)
+        _check_numbers(self, "start", "stop")
+        _check_whole(self, "steps", "factor")
 
     def __call__(self, step: Any) -> Any:
+        step = _larger(step, 0)
         if self.factor == 1:
             share = (step % self.steps) / self.steps
         else:
-            # Cycle n begins after steps · (factor^n - 1)/(factor - 1).
-            cycle = _floor(_log(step * (self.factor - 1) / self.steps + 1) / math.log(self.factor) + 1e-9)
-            length = self.steps * self.factor**cycle
-            share = (step - (length - self.steps) / (self.factor - 1)) / length
+            # Cycle n begins after steps · (factor^n - 1)/(factor - 1), a whole number. The logarithm is rounded, so it only tells
+            # the cycle or the one after it.
+            cycle = _floor(_log(step * (self.factor - 1) / self.steps + 1) / math.log(self.factor) + 0.5)
+            cycle = _where(step < self._begin(cycle), cycle - 1, cycle)
+            share = (step - self._begin(cycle)) / (self.steps * self.factor**cycle)
         return self.stop + (self.start - self.stop) * (1 + _cos(math.pi * share)) / 2
+
+    def _begin(self, cycle: Any) -> Any:
+        return _floor(self.steps * (self.factor**cycle - 1) / (self.factor - 1) + 0.5)
 
 
 @dataclass(frozen=True)
@@ -279,15 +319,17 @@ class InverseSqrt(Schedule):
     warmup: int
 
     def __post_init__(self) -> None:
-        _check_steps(self, self.warmup)
+        _check_numbers(self, "peak")
+        _check_whole(self, "warmup")
 
     def __call__(self, step: Any) -> Any:
         late = _larger(step, self.warmup)
         return self.peak * _share(step, self.warmup) * (self.warmup / late) ** 0.5
 
 
-def warmup(schedule: "Schedule | float", steps: int, start: float = 0.0) -> Joined:
-    """A linear rise from `start` to where a schedule begins, over `steps` steps, and then that schedule.
+def warmup(schedule: Any, steps: int, start: float = 0.0) -> Joined:
+    """A linear rise from `start` to where a schedule (or a number, or any function of the step) begins, over `steps` steps, and
+    then that schedule.
 
     >>> rate = warmup(Cosine(1.0, 10), 4)
     >>> rate(0), rate(2), rate(4), round(rate(14), 3)
@@ -306,14 +348,18 @@ def one_cycle(peak: float, steps: int, warmup: float = 0.3, start_factor: float 
     >>> [round(rate(step), 6) for step in (0, 3, 10)]
     [0.04, 1.0, 4e-06]
 
-    Source: Smith and Topin (2018); `torch.optim.lr_scheduler.OneCycleLR`.
+    Source: Smith and Topin (2018); the numbers are those of `optax.cosine_onecycle_schedule`.
     """
+    if not isinstance(warmup, (int, float)) or not 0 <= warmup <= 1:
+        raise HyperparameterError(f"one_cycle(warmup={warmup!r}): warmup is the share of the steps that rise, in [0, 1]")
+    if (_whole(steps) or 0) < 1:
+        raise HyperparameterError(f"one_cycle(steps={steps!r}): steps is a whole number of at least 1")
     rise = max(1, round(warmup * steps))
     return Joined((Cosine(peak * start_factor, rise, peak), Cosine(peak, max(1, steps - rise), peak * stop_factor)), (rise,))
 
 
 def warmup_stable_decay(peak: float, warmup: int, stable: int, decay: int, stop: float = 0.0) -> Joined:
-    """A linear rise, a plateau, a linear fall.
+    """A linear rise, a plateau, a linear fall: `warmup`, `stable` and `decay` steps, of which any may be 0.
 
     >>> rate = warmup_stable_decay(1.0, 2, 3, 4)
     >>> [rate(step) for step in (0, 2, 5, 7, 9)]
@@ -321,7 +367,13 @@ def warmup_stable_decay(peak: float, warmup: int, stable: int, decay: int, stop:
 
     Source: Hu et al. (2024).
     """
-    return Joined((Linear(0.0, peak, warmup), Constant(peak), Linear(peak, stop, decay)), (warmup, warmup + stable))
+    for name, steps in (("warmup", warmup), ("stable", stable), ("decay", decay)):
+        if (-1 if _whole(steps) is None else steps) < 0:
+            raise HyperparameterError(f"warmup_stable_decay({name}={steps!r}): {name} is a whole number of at least 0")
+    rise, plateau, fall = Linear(0.0, peak, max(1, warmup)), Constant(peak), Linear(peak, stop, max(1, decay))
+    parts = [(rise, 0)] * (warmup > 0) + [(plateau, warmup)] * (stable > 0)
+    parts += [(fall if decay else Constant(stop), warmup + stable)]
+    return Joined(tuple([part for part, _ in parts]), tuple([begin for _, begin in parts[1:]]))
 
 
 def piecewise(values: Sequence[float], boundaries: Sequence[int]) -> Joined:
@@ -335,12 +387,41 @@ def piecewise(values: Sequence[float], boundaries: Sequence[int]) -> Joined:
 
 
 def _schedule(value: Any) -> Schedule:
-    return Constant(float(value)) if isinstance(value, (int, float)) else value
+    if _is_number(value):
+        return Constant(float(value))
+    if not callable(value) or isinstance(value, type):
+        raise HyperparameterError(f"{value!r} is neither a schedule nor a number nor a function of the step")
+    return value  # type: ignore[return-value]
 
 
-def _check_steps(schedule: Schedule, steps: int) -> None:
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise HyperparameterError(f"{schedule!r}: steps is a whole number of at least 1")
+def _is_number(value: Any) -> bool:
+    return (isinstance(value, (int, float)) and not isinstance(value, bool)) or getattr(value, "shape", None) == ()
+
+
+def _check_numbers(schedule: Any, *names: str) -> None:
+    """Check that some fields are numbers, and make Python numbers of them; a tracer stays."""
+    for name in names:
+        value: Any = getattr(schedule, name)
+        if not _is_number(value) or value != value:
+            raise HyperparameterError(f"{schedule!r}: {name} is a number")
+        if hasattr(value, "item"):
+            with suppress(TypeError):  # from a tracer
+                object.__setattr__(schedule, name, value.item())
+
+
+def _check_whole(schedule: Schedule, *names: str) -> None:
+    for name in names:
+        value = _whole(getattr(schedule, name))
+        if value is None or value < 1:
+            raise HyperparameterError(f"{schedule!r}: {name} is a whole number of at least 1")
+        object.__setattr__(schedule, name, value)
+
+
+def _whole(value: Any) -> int | None:
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
 
 
 def _share(step: Any, steps: int) -> Any:

@@ -77,9 +77,9 @@ def setup(
         if isinstance(tie, str) or len(tie) not in (2, 3):
             raise PathError(f"a tie is (alias, path) or (alias, path, view), not {tie!r}")
         state = state.tie(tie[0], tie[1], view=tie[2] if len(tie) == 3 else None)
-    if any(program.copies for program in state.layout.programs):
+    if any(program.started for program in state.layout.programs):
         arrays = {record.path: array for record, array in found}
-        state = state.with_copies([arrays[path] for path in state], range(len(state)))
+        state = state.with_started([arrays[path] for path in state], range(len(state)))
     return state
 
 

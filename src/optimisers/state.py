@@ -13,7 +13,7 @@ from optimisers.model import rewrite
 from optimisers.model.layout import Layout, Parameter, Runs
 from optimisers.model.paths import Path
 from optimisers.model.select import Selectable, as_selector, matching
-from optimisers.model.slots import check_rule, copied, fresh_slots, with_copies
+from optimisers.model.slots import check_rule, copied, fresh_slots, with_started
 from optimisers.model.ties import SAME, View
 from optimisers.rules.base import Rule, member_names
 from optimisers.rules.program import program_of
@@ -422,8 +422,8 @@ class State:
             layout, kept, tuple(used), self.step, tuple(slots), _memory(kept, self.memory if memory is None else memory), detached
         )
 
-    def with_copies(self, arrays: Sequence[Any], chosen: Iterable[int]) -> "State":
-        """A state in which slots that start as a copy of their parameter are there. Itself when none was missing.
+    def with_started(self, arrays: Sequence[Any], chosen: Iterable[int]) -> "State":
+        """A state in which slots that start as a function of their parameter are there. Itself when none was missing.
 
         **Arguments:** `arrays`: of all parameters; `chosen`: the parameters to look at.
         """
@@ -431,7 +431,7 @@ class State:
         for at in chosen:
             parameter, slots = self.layout.parameters[at], self.slots[at]
             if slots is not None:
-                new = with_copies(slots, arrays[at], parameter, self.layout.programs[parameter.group])
+                new = with_started(slots, arrays[at], parameter, self.layout.programs[parameter.group])
                 if new is not slots:
                     made[at] = new
         return self.evolved(slots=tuple([made.get(at, slots) for at, slots in enumerate(self.slots)])) if made else self
@@ -514,7 +514,7 @@ class State:
             return NotImplemented
         if self is other:
             return True
-        same = len(self) == len(other) and bool(self.step == other.step) and self.memory == other.memory
+        same = len(self) == len(other) and bool(self.step == other.step) and _same_value(self.memory, other.memory)
         return same and all(_same_leaf(a, b) for a, b in zip(_by_path(self), _by_path(other), strict=True))
 
     __hash__ = None  # type: ignore[assignment]  # it holds arrays
@@ -589,7 +589,7 @@ def _begins(rule: Rule, kept: list[Any]) -> bool:
     spans = [
         range(span.start, span.stop)
         for member, form, span in zip(rule.members, program.members, program.spans, strict=True)
-        if not form.gate and any(not slot.copy for _, slot in form.slots) and member.counts
+        if not form.gate and any(not slot.start for _, slot in form.slots) and member.counts
     ]
     begins = any(all(kept[at] is None for at in span) for span in spans)
     if begins:
@@ -619,6 +619,15 @@ def _by_path(state: State) -> list[Leaf]:
 def _same_leaf(a: Leaf, b: Leaf) -> bool:
     facts = [(x.path, x.shape, x.dtype, x.rule, x.frozen, x.frozen_rows, dict(x.ties), x.masked, tuple(x.slots)) for x in (a, b)]
     return facts[0] == facts[1] and bool(a.step == b.step) and all(_same_array(a.slots[name], b.slots[name]) for name in a.slots)
+
+
+def _same_value(a: Any, b: Any) -> bool:
+    """Whether two memories are equal: numbers, arrays, and mappings and tuples of them."""
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(_same_value(a[key], b[key]) for key in a)
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(map(_same_value, a, b))
+    return _same_array(a, b) if hasattr(a, "dtype") and hasattr(b, "dtype") else bool(a == b)
 
 
 def _same_array(a: Any, b: Any) -> bool:

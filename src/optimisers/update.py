@@ -84,7 +84,7 @@ def _step(state: State, model: Any, grads: Any, *, in_place: bool) -> tuple[Stat
     if view.aliases:
         view.check_ties()
     arrays, changed = _apart(state, view)
-    given, state = state, state.with_copies(arrays, plan.copying)
+    given, state = state, state.with_started(arrays, plan.starting)
     jobs = [_Job(part, state, arrays, gradients, in_place) for part in plan.parts]
     for job in jobs:
         job.part.backend.prepare(job.batch)
@@ -240,7 +240,7 @@ class _Plan:
                 key = (record.library, record.device, program, record.dtype, slot_dtypes(record, program))
                 batches.setdefault(key, []).append(at)
         self.parts = [_Part(layout, members) for members in batches.values()]
-        self.copying = [at for part in self.parts if part.program.copies for at in part.members]
+        self.starting = [at for part in self.parts if part.program.started for at in part.members]
         self.next: dict[Any, tuple[Layout, list[tuple[int, int]]]] = {}
 
 
@@ -306,7 +306,9 @@ class _Job:
             row=part.row,
         )
         pending = [
-            at for at, member in enumerate(part.program.members) if member.measure is not None or member.gate or member.memory
+            at
+            for at, member in enumerate(part.program.members)
+            if member.measure is not None or member.gate or member.memory or member.apply_tree is not None
         ]
         self.pending = pending
 
@@ -367,6 +369,8 @@ def _decide(jobs: list[_Job], state: State) -> Any:
             totals = [sum(float(np.sum(part)) for part in parts) for parts in zip(*(job.sums() for job in here), strict=True)]
             for job in here:
                 job.measured(totals)
+        if member.apply_tree is not None:
+            memory = {**memory, member.name: _over_tree(member, here, memory[member.name])}
         h = here[0].batch.h(here[0].pending[0], 0)
         if member.remember is not None:
             memory = {**memory, member.name: {k: _number(v) for k, v in member.remember(h, **memory[member.name]).items()}}
@@ -374,6 +378,20 @@ def _decide(jobs: list[_Job], state: State) -> Any:
             at = job.pending.pop(0)
             if member.gate and not h.open:
                 job.open, job.length, job.pending = False, at + 1, []
+
+
+def _over_tree(member: Member, jobs: list[_Job], memory: Any) -> dict[str, Any]:
+    """Call a rule that acts on all parameters at once; its outcome waits in the batches. Returns its new memory."""
+    found = [job.part.backend.reached(job.batch, job.pending[0]) for job in jobs]
+    reached = {
+        path: each for job, arrays in zip(jobs, found, strict=True) for path, each in zip(job.batch.paths, arrays, strict=True)
+    }
+    grads, params, slots = ({str(path): each[k] for path, each in reached.items()} for k in range(3))
+    assert member.apply_tree is not None
+    steps, new, memory = member.apply_tree(jobs[0].batch.h(jobs[0].pending[0], 0), grads, params, slots, **memory)
+    for job in jobs:
+        job.batch.outcomes[job.pending[0]] = [(steps[str(path)], new[str(path)]) for path in job.batch.paths]
+    return memory
 
 
 def _next_for_all(waiting: list[_Job]) -> Member:

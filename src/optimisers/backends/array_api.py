@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from optimisers.backends.arrays import compute_dtype, dtype_name, namespace_of, numpy_dtype, real_dtype
+from optimisers.backends.arrays import compute_dtype, dtype_name, namespace_of, numpy_dtype, real_dtype, trainable_dtype
 from optimisers.backends.base import Batch, check, mask_of
 from optimisers.errors import HyperparameterError
 from optimisers.rules.program import Program
 
-__all__ = ["Namespace", "fuses", "namespace", "prepare", "run", "sums", "wide", "zeros"]
+__all__ = ["Namespace", "fuses", "namespace", "prepare", "reached", "run", "sums", "wide", "zeros"]
 
 _BLOCK = 16_384
 
@@ -205,12 +205,24 @@ def _sums(batch: Batch, member: int, at: int) -> list[float]:
     total = [0.0] * program.members[member].sums
     with np.errstate(all="ignore"):
         for xp, g, p, slots in _pieces(batch, at, whole):
-            g, p, _ = _through(program, xp, g, p, h[:member], slots)
+            g, p, _ = _through(batch, at, xp, g, p, h[:member], slots)
             inputs = [wide(array) for array in (g, p, *slots[program.spans[member]])]
             parts = measure(xp, inputs[0], inputs[1], h[member], *inputs[2:])
             values = [_sum(part, inputs[0], rows) for part in (parts if isinstance(parts, tuple) else (parts,))]
             total = [a + b for a, b in zip(total, values, strict=True)]
     return total
+
+
+def reached(batch: Batch, member: int) -> list[tuple[Any, Any, tuple[Any, ...]]]:
+    """For each parameter what reaches one member, on whole arrays."""
+    found = []
+    with np.errstate(all="ignore"):
+        for at in range(len(batch.params)):
+            h = [batch.h(k, at) for k in range(member)]
+            for xp, g, p, slots in _pieces(batch, at, whole=True):
+                g, p, _ = _through(batch, at, xp, g, p, h, slots)
+                found.append((g, p, tuple(slots[batch.program.spans[member]])))
+    return found
 
 
 def run(batch: Batch, length: int, *, step: bool) -> tuple[list[Any], list[tuple[Any, ...]]]:
@@ -232,7 +244,7 @@ def _run_numpy(batch: Batch, at: int, program: Program, h: list[Any], step: bool
     params, slots = batch.prepared.params, batch.prepared.slots
     whole = not program.elementwise
     for xp, g, p, old, part in _numpy_pieces(batch, at, whole):
-        p, new = _moved(program, xp, g, p, h, old, step)
+        p, new = _moved(batch, at, xp, g, p, h, old, step)
         rows = _row_mask(batch.live_rows[at], batch.shapes[at]) if whole else None
         for target, value in zip(slots[at], new, strict=True):
             if value is not None:
@@ -251,7 +263,7 @@ def _store(target: np.ndarray, value: Any, rows: np.ndarray | None) -> None:
 def _run_array(batch: Batch, at: int, program: Program, h: list[Any], step: bool) -> tuple[Any, tuple[Any, ...]]:
     ((xp, g, p, old),) = _pieces(batch, at, whole=True)
     given: list[Any] = [batch.params[at], batch.grads[at], p, g, *old]
-    p, new = _moved(program, xp, g, p, h, old, step)
+    p, new = _moved(batch, at, xp, g, p, h, old, step)
     rows = _row_mask(batch.live_rows[at], batch.shapes[at])
     slots: list[Any] = []
     for before, value in zip(batch.slots[at], new, strict=True):
@@ -268,6 +280,8 @@ def _kept(library: Any, before: Any, value: Any, rows: np.ndarray | None, *, cop
     if value is None:
         return before
     value = library.asarray(value)
+    if dtype_name(value) == dtype_name(before) and not copy and rows is None and value.shape == before.shape:
+        return value
     value = library.astype(library.broadcast_to(value, before.shape), before.dtype, copy=copy)
     if rows is None or tuple(before.shape[:1]) != rows.shape:
         return value
@@ -276,10 +290,11 @@ def _kept(library: Any, before: Any, value: Any, rows: np.ndarray | None, *, cop
 
 
 def _moved(
-    program: Program, xp: Namespace, g: Any, p: Any, h: list[Any], slots: Sequence[Any], step: bool
+    batch: Batch, at: int, xp: Namespace, g: Any, p: Any, h: list[Any], slots: Sequence[Any], step: bool
 ) -> tuple[Any, list[Any]]:
     """A parameter after its step, and all slots, `None` for those not reached."""
-    g, p, new = _through(program, xp, g, p, h, slots)
+    program = batch.program
+    g, p, new = _through(batch, at, xp, g, p, h, slots)
     if step:
         p = p - g
         for member, span, scalars in zip(program.members, program.spans, h, strict=False):
@@ -290,17 +305,22 @@ def _moved(
     return p, new
 
 
-def _through(program: Program, xp: Namespace, g: Any, p: Any, h: list[Any], slots: Sequence[Any]) -> tuple[Any, Any, list[Any]]:
+def _through(
+    batch: Batch, at: int, xp: Namespace, g: Any, p: Any, h: list[Any], slots: Sequence[Any]
+) -> tuple[Any, Any, list[Any]]:
     """Pass a gradient through as many members as there are scalars for.
 
     Returns what comes out, the parameter that they acted on, and all slots, `None` for those not reached.
     """
+    program = batch.program
     new: list[Any] = [None] * len(slots)
     for member, span, scalars in zip(program.members, program.spans, h, strict=False):
         if member.load is not None:
             p = member.load(xp, p, scalars, *slots[span])
-    for member, span, scalars in zip(program.members, program.spans, h, strict=False):
-        if member.apply is not None:
+    for k, (member, span, scalars) in enumerate(zip(program.members, program.spans, h, strict=False)):
+        if member.apply_tree is not None:
+            g, new[span] = batch.outcomes[k][at]
+        elif member.apply is not None:
             g, out = member.apply(xp, g, p, scalars, tuple(slots[span]))
             new[span] = out
         elif member.kernel is not None:
@@ -334,8 +354,9 @@ def _pieces(batch: Batch, at: int, whole: bool) -> Iterator[tuple[Namespace, Any
 
 
 def _cast(library: Any, slot: Any, dtype: Any) -> Any:
-    real_slot = dtype_name(slot).startswith(("float", "bfloat")) and str(dtype).rpartition(".")[2].startswith("complex")
-    return slot if real_slot else library.astype(slot, dtype, copy=False)
+    name, wanted = dtype_name(slot), str(dtype).rpartition(".")[2]
+    as_it_is = not trainable_dtype(name) or (not name.startswith("complex") and wanted.startswith("complex"))
+    return slot if as_it_is else library.astype(slot, dtype, copy=False)
 
 
 def _numpy_pieces(
@@ -360,6 +381,8 @@ def _numpy_pieces(
 
 
 def _widened(slot: np.ndarray, compute: np.dtype) -> np.ndarray:
+    if not trainable_dtype(slot.dtype.name):
+        return slot
     if compute.kind == "c" and slot.dtype.kind != "c":
         compute = compute.type(0).real.dtype
     return slot.astype(compute, copy=False)
@@ -382,7 +405,10 @@ def wide(array: Any) -> Any:
     """In double precision, where a sum of squares neither overflows nor loses small terms."""
     library = np if isinstance(array, np.ndarray) else namespace_of(array)
     name = "complex128" if dtype_name(array).startswith("complex") else "float64"
-    return array.astype(name) if library is np else library.astype(array, getattr(library, name), copy=False)
+    if library is np:
+        return array.astype(name)
+    # JAX may be told to do without double precision.
+    return library.astype(array, library.result_type(getattr(library, name)), copy=False)
 
 
 def _sum(part: Any, gradient: Any, rows: np.ndarray | None) -> float:

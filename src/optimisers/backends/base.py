@@ -41,6 +41,8 @@ class Batch:
     """For each member, its scalars by name, one value a row of the table."""
     row: Sequence[int] = ()
     """For each parameter, its row of the table."""
+    outcomes: dict[int, list[tuple[Any, tuple[Any, ...]]]] = field(default_factory=dict)
+    """For members that act on the whole tree: what came out for each parameter, the step and the slots."""
     prepared: Any = None
 
     def h(self, member: int, at: int) -> SimpleNamespace:
@@ -71,6 +73,10 @@ class Backend(Protocol):
 
     def sums(self, batch: Batch, member: int) -> Sequence[Any]:
         """What `measure` of one member adds up to, for each of its sums an array over the parameters."""
+        ...
+
+    def reached(self, batch: Batch, member: int) -> Sequence[tuple[Any, Any, tuple[Any, ...]]]:
+        """For each parameter what reaches one member: the gradient, the parameter and the member's slots."""
         ...
 
     def run(self, batch: Batch, length: int, *, step: bool) -> tuple[list[Any], list[tuple[Any, ...]]]:

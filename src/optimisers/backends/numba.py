@@ -16,13 +16,13 @@ import numpy as np
 from numba import carray  # type: ignore[attr-defined]  # Numba exports it without saying so
 
 from optimisers.backends import array_api
-from optimisers.backends.array_api import Prepared, element_ranges, finish_numpy, prepare_numpy, zeros
+from optimisers.backends.array_api import Prepared, element_ranges, finish_numpy, prepare_numpy, reached, zeros
 from optimisers.backends.arrays import real_dtype
 from optimisers.backends.base import Batch, check
 from optimisers.backends.loops import DTYPES, compile_at_once, loop, pointer
 from optimisers.rules.program import Program
 
-__all__ = ["fuses", "prepare", "run", "sums", "zeros"]
+__all__ = ["fuses", "prepare", "reached", "run", "sums", "zeros"]
 
 _CHUNK = 16_384
 _BATCHES = 64

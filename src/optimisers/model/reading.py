@@ -33,7 +33,8 @@ def parameters_of(model: Any) -> list[tuple[Parameter, Any]]:
             shape=tuple(array.shape),
             dtype=dtype_name(array),
             library=library_of(array) or "",
-            device=None if library_of(array) == "numpy" else getattr(array, "device", None),
+            # JAX puts a fresh array where it is first used.
+            device=None if library_of(array) in ("numpy", "jax") else getattr(array, "device", None),
             owners=structure.occurrences[at].owners,
             aliases=aliases,
         )

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from optimisers.backends.arrays import namespace_of, numpy_dtype
+from optimisers.backends.arrays import dtype_name, namespace_of, numpy_dtype
 from optimisers.backends.base import check_parameter
 from optimisers.backends.choose import backend_for
 from optimisers.errors import StateError
@@ -12,7 +12,7 @@ from optimisers.model.layout import Parameter, slot_dtypes
 from optimisers.rules.base import Rule
 from optimisers.rules.program import Program
 
-__all__ = ["check_rule", "copied", "copied_as", "fresh_slots", "with_copies"]
+__all__ = ["check_rule", "copied", "copied_as", "fresh_slots", "with_started"]
 
 
 def check_rule(rule: Rule, parameter: Parameter) -> None:
@@ -27,13 +27,13 @@ def check_rule(rule: Rule, parameter: Parameter) -> None:
 
 
 def fresh_slots(parameter: Parameter, program: Program) -> tuple[Any, ...]:
-    """Fresh slots; `None` for one that starts as a copy of the parameter."""
+    """Fresh slots; `None` for one whose start hangs on the parameter's values."""
     dtypes = slot_dtypes(parameter, program)
     backend = backend_for(parameter.library, program, (parameter.dtype, *dtypes))
     return tuple(
         [
             None
-            if slot.copy
+            if slot.start
             else backend.zeros(
                 slot.shape(parameter.shape) if slot.shape else parameter.shape, dtype, parameter.library, parameter.device
             )
@@ -42,14 +42,18 @@ def fresh_slots(parameter: Parameter, program: Program) -> tuple[Any, ...]:
     )
 
 
-def with_copies(slots: tuple[Any, ...], array: Any, parameter: Parameter, program: Program) -> tuple[Any, ...]:
-    """The slots, those that start as a copy of the parameter made where they are missing."""
-    dtypes = slot_dtypes(parameter, program)
-    missing = [at for at in program.copies if slots[at] is None]
-    if missing:
-        check_parameter(parameter.path, parameter.shape, parameter.dtype, parameter.library, array)
-    made = {at: copied_as(array, dtypes[at]) for at in missing}
-    return tuple([made.get(at, slot) for at, slot in enumerate(slots)]) if made else slots
+def with_started(slots: tuple[Any, ...], array: Any, parameter: Parameter, program: Program) -> tuple[Any, ...]:
+    """The slots, those that start as a function of the parameter made where they are missing."""
+    missing = [at for at in program.started if slots[at] is None]
+    if not missing:
+        return slots
+    check_parameter(parameter.path, parameter.shape, parameter.dtype, parameter.library, array)
+    dtypes, made = slot_dtypes(parameter, program), list(slots)
+    for at in missing:
+        start = program.slots[at][1].start
+        assert start is not None
+        made[at] = copied_as(start(array), dtypes[at], parameter.library)
+    return tuple(made)
 
 
 def copied(array: Any) -> Any:
@@ -57,9 +61,9 @@ def copied(array: Any) -> Any:
     return np.array(array, order="C") if isinstance(array, np.ndarray) else namespace_of(array).asarray(array, copy=True)
 
 
-def copied_as(array: Any, dtype: str) -> Any:
+def copied_as(array: Any, dtype: str, library: str) -> Any:
     """A contiguous copy in another dtype."""
-    if isinstance(array, np.ndarray):
+    if library == "numpy":
         return np.array(array, numpy_dtype(dtype), order="C", subok=False)
-    library = namespace_of(array)
-    return library.astype(array, getattr(library, dtype), copy=True)
+    made = namespace_of(array)
+    return made.asarray(array, copy=True) if dtype_name(array) == dtype else made.astype(array, getattr(made, dtype), copy=True)

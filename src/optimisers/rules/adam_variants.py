@@ -171,8 +171,9 @@ class RAdam(Rule):
         limit = 2 / (1 - second) - 1
         length = limit - 2 * step * second**step / (1 - second**step)
         trusted = (length > 5) * 1.0
-        # abs keeps the root real where it is not used.
-        square = abs((length - 4) * (length - 2) * limit / ((limit - 4) * (limit - 2) * length))
+        # Where the root is not used, abs keeps it real, and the divisor may be zero: a limit of 4 is that of β₂ = 0.6.
+        below = (limit - 4) * (limit - 2) * length
+        square = abs((length - 4) * (length - 2) * limit / (below + (below == 0)))
         return {
             "w1": 1 - first,
             "w2": 1 - second,
@@ -232,14 +233,14 @@ class OAdam(Rule):
 class AdaBelief(Rule):
     r"""AdaBelief: Adam whose denominator is the distance of the gradient from its mean.
 
-    $\mu \leftarrow \mu + (1-\beta_1)(g-\mu)$; $s \leftarrow s + (1-\beta_2)(|g-\mu|^2 - s)$;
-    $p \leftarrow p - \mathrm{lr}\;\hat\mu/(\sqrt{\hat s + \epsilon_r} + \epsilon)$.
+    $\mu \leftarrow \mu + (1-\beta_1)(g-\mu)$; $s \leftarrow s + (1-\beta_2)(|g-\mu|^2 - s) + \epsilon_r$;
+    $p \leftarrow p - \mathrm{lr}\;\hat\mu/(\sqrt{\hat s} + \epsilon)$.
 
     **Arguments:**
 
     - `lr`: the learning rate, ≥ 0.
     - `betas`: the decay of the two means, each in [0, 1).
-    - `eps`: ε ≥ 0, outside the root. `eps_root`: $\epsilon_r$ ≥ 0, inside.
+    - `eps`: ε ≥ 0, outside the root. `eps_root`: $\epsilon_r$ ≥ 0, added to s at each step.
 
     Slots: `mu` like the parameter; `nu` real.
 
@@ -264,8 +265,8 @@ class AdaBelief(Rule):
 
     def kernel(xp: Any, g: Any, p: Any, h: Any, mu: Any, nu: Any) -> Any:
         mu = mu + h.w1 * (g - mu)
-        nu = nu + h.w2 * (xp.abs2(g - mu) - nu)
-        return h.lr * (mu * h.c1) / (xp.sqrt(nu * h.c2 + h.eps_root) + h.eps), mu, nu
+        nu = nu + h.w2 * (xp.abs2(g - mu) - nu) + h.eps_root
+        return h.lr * (mu * h.c1) / (xp.sqrt(nu * h.c2) + h.eps), mu, nu
 
 
 @rule

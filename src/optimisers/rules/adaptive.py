@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from optimisers.errors import HyperparameterError
 from optimisers.rules.base import LIKE, REAL, Hyper, Rule, Slot, rule
 
 __all__ = ["AdaDelta", "AdaGrad", "RMSProp", "Rprop"]
@@ -222,6 +223,14 @@ class Rprop(Rule):
 
     ranges = {"etas": (0.0, float("inf"), False), "step_sizes": (0.0, float("inf"), False)}
     slots = {"previous": LIKE, "size": REAL}
+
+    def _check(self, name: str, value: Any) -> None:
+        super()._check(name, value)
+        numbers = name in ("etas", "step_sizes") and all(isinstance(part, (int, float)) for part in value)
+        if name == "etas" and numbers and not 0 < value[0] < 1 < value[1]:
+            raise HyperparameterError(f"Rprop(etas={value!r}): etas must be a number in (0, 1) and one above 1")
+        if name == "step_sizes" and numbers and value[0] > value[1]:
+            raise HyperparameterError(f"Rprop(step_sizes={value!r}): the first of step_sizes must not be above the second")
 
     def refuses(self, shape: tuple[int, ...], dtype: str) -> str | None:
         return "a complex number has no sign to keep" if dtype.startswith("complex") else None

@@ -5,7 +5,8 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Self, TypeAlias, TypeVar, dataclass_transform
+from types import NoneType, UnionType
+from typing import Any, ClassVar, Self, TypeAlias, TypeVar, Union, dataclass_transform, get_args, get_origin
 
 import numpy as np
 
@@ -19,6 +20,11 @@ Hyper: TypeAlias = Any
 To a type checker it is anything, so that rules can calculate with it; a rule checks it when it is made.
 """
 
+
+def _itself(parameter: Any) -> Any:
+    return parameter
+
+
 _Cls = TypeVar("_Cls", bound="type[Rule]")
 
 
@@ -27,14 +33,15 @@ class Slot:
     """The kind of a state array: its dtype and shape, from those of the parameter. Slots start at zero.
 
     - `real`: the real dtype even where the parameter is complex.
-    - `copy`: it starts as a copy of the parameter, made at `setup` or at the first step that finds none.
+    - `start`: a function from the parameter to what the slot starts as, in place of zeros. It is called at `setup`, or at the
+      first step that finds no slot.
     - `wide`: at least float32, whatever `state_dtype` says.
     - `dtype`: exactly this dtype.
     - `shape`: a function from the parameter's shape to the slot's; the same shape by default.
     """
 
     real: bool = False
-    copy: bool = False
+    start: Callable[[Any], Any] | None = None
     wide: bool = False
     dtype: str | None = None
     shape: Callable[[tuple[int, ...]], tuple[int, ...]] | None = None
@@ -42,7 +49,7 @@ class Slot:
 
 LIKE = Slot()
 REAL = Slot(real=True)
-COPY = Slot(copy=True)
+COPY = Slot(start=_itself)
 
 # Inclusive lower bound, upper bound, whether the upper bound itself is allowed.
 _RANGES: dict[str, tuple[float, float, bool]] = {
@@ -78,6 +85,8 @@ class Rule:
     - `memory`: numbers that the rule keeps for the whole tree, passed to `scalars` by name; `remember(h, **memory)`
       returns their next values;
     - `apply(xp, g, p, h, slots)`: in place of `kernel`, on whole arrays, returning the step and a tuple of new slots;
+    - `apply_tree(h, grads, params, slots, **memory)`: in place of `kernel`, on all live parameters at once: mappings from
+      path to array, and to a tuple of slots. It returns the steps, the new slots and the new memory;
     - `refuses(self, shape, dtype)`: the reason why a parameter cannot be trained by this rule, or `None`;
     - `rule_for(self, shape, dtype)`: the rule that takes this one's place for such a parameter;
     - `options`: the names of numbers that are static nevertheless, such as a number of iterations;
@@ -120,6 +129,7 @@ class Rule:
     measure: ClassVar[Callable[..., Any] | None] = None
     measured: ClassVar[Callable[..., Any] | None] = None
     apply: ClassVar[Callable[..., Any] | None] = None
+    apply_tree: ClassVar[Callable[..., Any] | None] = None
     remember: ClassVar[Callable[..., Any] | None] = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -131,11 +141,8 @@ class Rule:
         for field in _fields(self):
             value = _plain(getattr(self, field.name))
             object.__setattr__(self, field.name, value)
-            if field.default is not dataclasses.MISSING and _is_data(field.default) and not _is_data(value, like=field.default):
-                shape = (
-                    f"{len(field.default)} numbers or schedules" if isinstance(field.default, tuple) else "a number or a schedule"
-                )
-                raise HyperparameterError(f"{type(self).__name__}({field.name}={value!r}): {field.name} is {shape}")
+            if not _fits(value, field):
+                raise HyperparameterError(f"{type(self).__name__}({field.name}={value!r}): {field.name} is {_kind(field)}")
             self._check(field.name, value)
 
     def _check(self, name: str, value: Any) -> None:
@@ -147,9 +154,10 @@ class Rule:
             here = f"{type(self).__name__}({name}={value!r})"
             if math.isnan(part):
                 raise HyperparameterError(f"{here}: {name} is not a number; give a finite value")
-            if bounds and not (bounds[0] <= part < bounds[1] or (bounds[2] and part == bounds[1])):
-                close = "]" if bounds[2] else ")"
-                raise HyperparameterError(f"{here}: {name} must lie in [{bounds[0]:g}, {bounds[1]:g}{close}")
+            below = bounds and (part < bounds[0] or part == -math.inf)
+            if bounds and (below or not (part < bounds[1] or (bounds[2] and part == bounds[1]))):
+                left, right = "(" if bounds[0] == -math.inf else "[", "]" if bounds[2] else ")"
+                raise HyperparameterError(f"{here}: {name} must lie in {left}{bounds[0]:g}, {bounds[1]:g}{right}")
 
     def __repr__(self) -> str:
         # Options are shown where they are not as usual.
@@ -191,15 +199,18 @@ class Rule:
         that changes the shape of the state (`State.replace` does that).
         """
         mine = self.hyperparameters
-        own = changes.get(type(self).__name__.lower())
-        if isinstance(own, Mapping):
-            changes = {**{name: value for name, value in changes.items() if not isinstance(value, Mapping)}, **own}
+        me = type(self).__name__.lower()
+        if isinstance(changes.get(me), Mapping):
+            own = named(me, changes.pop(me))
+            changes = {**changes, **own}
+        elif me in changes and me not in mine:
+            named(me, changes[me])
         for name in changes:
             if name not in mine:
                 raise HyperparameterError(f'{type(self).__name__} has no hyperparameter "{name}"{suggest(name, mine)}')
         changed = dataclasses.replace(self, **changes)  # type: ignore[type-var]
         for name, value in changes.items():
-            if static(mine[name]) != static(_plain(value)):
+            if static(mine[name]) != static(_plain(value)) or (name in self.options and mine[name] != value):
                 raise HyperparameterError(
                     f"{type(self).__name__}.{name} is {mine[name]!r}, and {value!r} would change the computation "
                     "and not only a number in it; use state.replace(selector, rule)"
@@ -247,14 +258,14 @@ def rule(cls: _Cls) -> _Cls:
     """Make a subclass of `Rule` a rule: a frozen dataclass whose arithmetic is static. See `Rule`."""
     if not (isinstance(cls, type) and issubclass(cls, Rule)):
         raise HyperparameterError(f"{cls!r} is not a subclass of optimisers.Rule")
-    for name in ("kernel", "measure", "measured", "apply", "remember", "load", "store"):
+    for name in ("kernel", "measure", "measured", "apply", "apply_tree", "remember", "load", "store"):
         function = cls.__dict__.get(name)
         if callable(function) and not isinstance(function, (staticmethod, property)):
             setattr(cls, name, staticmethod(function))
     _check_kernel(cls)
     _check_scope(cls)
     _check_annotations(cls)
-    if cls.kernel is None and cls.apply is None and cls.members is Rule.members:
+    if cls.kernel is None and cls.apply is None and cls.apply_tree is None and cls.members is Rule.members:
         raise HyperparameterError(f"the rule {cls.__name__} has neither a kernel nor an apply; define one of them")
     made = dataclasses.dataclass(frozen=True, repr=False)(cls)
     if "__init__" in made.__dict__ and "__wrapped__" not in vars(made.__init__) and made.members is Rule.members:
@@ -300,6 +311,8 @@ def _check_scope(cls: type[Rule]) -> None:
     """Check that what a rule decides can be decided in its scope."""
     if cls.measure is not None and not isinstance(cls.measure, property) and cls.scope not in ("leaf", "tree"):
         raise HyperparameterError(f'{cls.__name__} measures, so it says over what: scope = "leaf" or "tree"')
+    if cls.apply_tree is not None and not isinstance(cls.apply_tree, property) and cls.scope != "tree":
+        raise HyperparameterError(f'{cls.__name__} acts on the whole tree, so it says scope = "tree"')
     if cls.scope == "leaf" and (cls.gate or cls.memory):
         raise HyperparameterError(f'{cls.__name__} has a gate or a memory, and those are for the whole tree: scope = "tree"')
     slots = cls.__dict__.get("slots", {})
@@ -332,6 +345,16 @@ def member_names(members: Iterable[Rule]) -> list[str]:
         seen[name] = seen.get(name, 0) + 1
         names.append(name if seen[name] == 1 else f"{name}_{seen[name]}")
     return names
+
+
+def named(member: str, given: Any) -> Mapping[str, Any]:
+    """The hyperparameters of one member, as `adjusted(adam={"lr": 0.1})` gives them.
+
+    **Raises** `HyperparameterError` for anything but a mapping of names.
+    """
+    if isinstance(given, Mapping) and all(isinstance(name, str) for name in given):
+        return given
+    raise HyperparameterError(f'"{member}" is a rule; give its hyperparameters by name, {member}={{"…": …}}, and not {given!r}')
 
 
 def static(value: Any) -> Any:
@@ -367,6 +390,41 @@ def _is_data(value: Any, like: Any = None) -> bool:
         return isinstance(value, tuple) and (like is None or len(value) == len(like)) and all(_is_data(part, 0.0) for part in value)
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return number or (callable(value) and not isinstance(value, (Rule, type))) or getattr(value, "shape", None) == ()
+
+
+def _fits(value: Any, field: "dataclasses.Field[Any]") -> bool:
+    """Whether a value is of the kind that the default and the annotation of its field ask for."""
+    usual = field.default
+    if usual is not dataclasses.MISSING and _is_data(usual):
+        return _is_data(value, like=usual) and (field.type is not int or _is_of(value, int))
+    return field.type is Any or _is_of(value, field.type)
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+    if kind is Any:
+        return _is_data(value, 0.0)
+    if kind is int:
+        return (isinstance(value, int) and not isinstance(value, bool)) or getattr(value, "shape", None) == ()
+    if get_origin(kind) in (Union, UnionType):
+        return any(_is_of(value, each) for each in get_args(kind))
+    if get_origin(kind) is tuple and ... not in get_args(kind):
+        kinds = get_args(kind)
+        return isinstance(value, tuple) and len(value) == len(kinds) and all(map(_is_of, value, kinds))
+    checked = isinstance(kind, type) and (kind in (bool, str, NoneType) or issubclass(kind, Rule))
+    return not checked or isinstance(value, kind)
+
+
+def _kind(field: "dataclasses.Field[Any]") -> str:
+    usual = field.default
+    if isinstance(usual, tuple):
+        return f"{len(usual)} numbers or schedules"
+    if field.type is int:
+        return "a whole number"
+    if usual is not dataclasses.MISSING and _is_data(usual):
+        return "a number or a schedule"
+    kinds = get_args(field.type) or (field.type,)
+    words = {Any: "a number or a schedule", bool: "True or False", str: "a string", NoneType: "None", Rule: "a rule"}
+    return " or ".join(words.get(each, str(each)) for each in kinds)
 
 
 def _parts(value: Any) -> Iterator[Any]:

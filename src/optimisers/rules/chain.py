@@ -5,7 +5,7 @@ from itertools import pairwise
 from typing import Any, Self
 
 from optimisers.errors import HyperparameterError, suggest
-from optimisers.rules.base import Rule, member_names, rule
+from optimisers.rules.base import Rule, member_names, named, rule
 
 __all__ = ["Chain"]
 
@@ -73,12 +73,12 @@ class Chain(Rule):
         for name in changes:
             if name not in known:
                 raise HyperparameterError(f'{self!r} has no hyperparameter "{name}"{suggest(name, known)}')
-            if name not in self.hyperparameters and not isinstance(changes[name], Mapping):
-                raise HyperparameterError(f'"{name}" is a member of the chain; give its hyperparameters by name, {name}={{"…": …}}')
-        shared = {name: value for name, value in changes.items() if not isinstance(value, Mapping)}
+        own = {name: named(name, value) for name, value in changes.items() if name in names and name not in self.hyperparameters}
+        # A name may be both: that of the rule Momentum, and of its hyperparameter.
+        own |= {name: named(name, value) for name, value in changes.items() if name in names and isinstance(value, Mapping)}
+        shared = {name: value for name, value in changes.items() if name not in own}
         members = []
         for name, member in zip(names, self.rules, strict=True):
-            own = {key: value for key, value in shared.items() if key in member.hyperparameters}
-            given = changes.get(name)
-            members.append(member.adjusted(**{**own, **(given if isinstance(given, Mapping) else {})}))
+            for_all = {key: value for key, value in shared.items() if key in member.hyperparameters}
+            members.append(member.adjusted(**{**for_all, **own.get(name, {})}))
         return type(self)(*members)

@@ -33,6 +33,8 @@ def _size_factor(name: str, shape: tuple[int, ...]) -> float:
 @cache
 def _muon(nesterov: bool, steps: int, adjust: str) -> Callable[..., Any]:
     def apply(xp: Any, g: Any, p: Any, h: Any, slots: Any) -> Any:
+        if 0 in g.shape:
+            return g, slots
         velocity = h.momentum * slots[0] + g
         direction = g + h.momentum * velocity if nesterov else velocity
         direction = _orthogonal(xp, direction, (h.a, h.b, h.c), h.eps, steps)
@@ -88,7 +90,9 @@ class Muon(Rule):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.adjust_lr_fn not in ("original", "match_rms_adamw", "none"):
-            raise HyperparameterError(f'{self!r}: adjust_lr_fn is "original", "match_rms_adamw" or "none"')
+            raise HyperparameterError(
+                f'Muon(adjust_lr_fn={self.adjust_lr_fn!r}): adjust_lr_fn is "original", "match_rms_adamw" or "none"'
+            )
 
     @property
     def apply(self) -> Callable[..., Any]:
@@ -130,6 +134,8 @@ def _rms(xp: Any, x: Any) -> Any:
 @cache
 def _adafactor(factored: bool, relative_step: bool, scale_parameter: bool, own_eps: bool) -> Callable[..., Any]:
     def apply(xp: Any, g: Any, p: Any, h: Any, slots: Any) -> Any:
+        if 0 in g.shape:
+            return g, slots
         tiny = h.tiny if own_eps else xp.epsilon(p)
         square = xp.abs2(g)
         if factored:

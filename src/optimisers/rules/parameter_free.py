@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from optimisers.errors import StateError
+from optimisers.errors import HyperparameterError, StateError
 from optimisers.rules.base import COPY, LIKE, REAL, Hyper, Rule, rule
 
 __all__ = ["Prodigy", "ScheduleFree"]
@@ -128,6 +128,13 @@ class ScheduleFree(Rule):
     slots = {"z": COPY, "nu": REAL}
     memory = {"largest": 0.0, "weights": 0.0, "evaluating": 0}
     individual = ("weight_decay",)
+
+    def _check(self, name: str, value: Any) -> None:
+        super()._check(name, value)
+        if name == "betas" and isinstance(value[0], (int, float)) and value[0] == 0:
+            raise HyperparameterError(
+                f"ScheduleFree(betas={value!r}): the first of betas must lie in (0, 1); at 0 the model holds nothing of the average"
+            )
 
     def scalars(self, step: Any, largest: Any, weights: Any, evaluating: Any) -> dict[str, Any]:
         if isinstance(evaluating, int) and evaluating:

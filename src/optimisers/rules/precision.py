@@ -1,8 +1,9 @@
 """Parts for parameters in half precision: float32 masters, stochastic rounding."""
 
+import math
 from typing import Any
 
-from optimisers.rules.base import Rule, Slot, rule
+from optimisers.rules.base import COPY, Rule, Slot, rule
 from optimisers.rules.chain import Chain
 
 __all__ = ["MixedPrecision", "StochasticRounding"]
@@ -14,7 +15,8 @@ class MixedPrecision(Rule):
 
     Without it, steps smaller than half a unit in the last place of the parameter are lost. In parameters of float32 and more
     it does nothing, and takes nothing. Moments are float32 with or without it. `state.replace` adds it to a state that has
-    trained, and takes it away; moments and counts stay.
+    trained, and takes it away; moments and counts stay. The master is what trains: what is written into the model from outside
+    between steps is lost with the next step, unless the rule is taken away and added again.
 
     Slots: `master`, float32.
 
@@ -25,7 +27,7 @@ class MixedPrecision(Rule):
     Source: Micikevicius et al. (2018).
     """
 
-    slots = {"master": Slot(copy=True, wide=True)}
+    slots = {"master": Slot(start=COPY.start, wide=True)}
 
     def rule_for(self, shape: tuple[int, ...], dtype: str) -> Rule:
         return self if dtype in ("float16", "bfloat16") else Chain()
@@ -47,7 +49,7 @@ class StochasticRounding(Rule):
 
     **Arguments:**
 
-    - `seed`: a whole number.
+    - `seed`: a whole number, ≥ 0.
 
     Example:
         >>> from optimisers import Adam, Chain, StochasticRounding
@@ -58,6 +60,7 @@ class StochasticRounding(Rule):
 
     seed: int = 0
 
+    ranges = {"seed": (0, math.inf, False)}
     keyed = True
 
     def rule_for(self, shape: tuple[int, ...], dtype: str) -> Rule:

@@ -17,6 +17,7 @@ class Member:
     name: str
     kernel: Callable[..., Any] | None
     apply: Callable[..., Any] | None
+    apply_tree: Callable[..., Any] | None
     measure: Callable[..., Any] | None
     measured: Callable[..., Any] | None
     remember: Callable[..., Any] | None
@@ -33,7 +34,7 @@ class Member:
     @property
     def elementwise(self) -> bool:
         """Whether it speaks of one element, and of nothing but what is in the arrays."""
-        return not (self.apply or self.load or self.store)
+        return not (self.apply or self.apply_tree or self.load or self.store)
 
     @classmethod
     def of(cls, rule: Rule, name: str) -> "Member":
@@ -41,6 +42,7 @@ class Member:
             name=name,
             kernel=rule.kernel,
             apply=rule.apply,
+            apply_tree=rule.apply_tree,
             measure=rule.measure,
             measured=rule.measured,
             remember=rule.remember,
@@ -73,9 +75,9 @@ class Program:
         )
 
     @cached_property
-    def copies(self) -> tuple[int, ...]:
-        """Which of all slots start as a copy of the parameter."""
-        return tuple(at for at, (_, slot) in enumerate(self.slots) if slot.copy)
+    def started(self) -> tuple[int, ...]:
+        """Which of all slots start as something other than zeros."""
+        return tuple(at for at, (_, slot) in enumerate(self.slots) if slot.start)
 
     @cached_property
     def spans(self) -> tuple[slice, ...]:

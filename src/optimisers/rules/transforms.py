@@ -14,10 +14,18 @@ def _other_axes(ndim: int, axis: int) -> tuple[int, ...]:
     return tuple(each for each in range(ndim) if each != axis % ndim)
 
 
+def _no_axis(shape: tuple[int, ...], axis: int) -> str | None:
+    if len(shape) > 1 and not -len(shape) <= axis < len(shape):
+        return f"it has {len(shape)} axes, and unit_axis={axis} is none of them"
+    return None
+
+
 @cache
 def _centralise(axis: int) -> Callable[..., Any]:
     def apply(xp: Any, g: Any, p: Any, h: Any, slots: Any) -> Any:
-        return (g - xp.mean(g, axis=_other_axes(g.ndim, axis), keepdims=True) if g.ndim > 1 else g), ()
+        if g.ndim < 2 or 0 in g.shape:
+            return g, ()
+        return g - xp.mean(g, axis=_other_axes(g.ndim, axis), keepdims=True), ()
 
     return apply
 
@@ -40,6 +48,9 @@ class CentraliseGrad(Rule):
     unit_axis: int = 0
 
     options = ("unit_axis",)
+
+    def refuses(self, shape: tuple[int, ...], dtype: str) -> str | None:
+        return _no_axis(shape, self.unit_axis)
 
     @property
     def apply(self) -> Callable[..., Any]:
@@ -89,6 +100,9 @@ class ClipAdaptive(Rule):
     def scalars(self, step: Any) -> dict[str, Any]:
         return {"clipping": self.clipping, "eps": self.eps}
 
+    def refuses(self, shape: tuple[int, ...], dtype: str) -> str | None:
+        return _no_axis(shape, self.unit_axis)
+
     @property
     def apply(self) -> Callable[..., Any]:
         return _clip_adaptive(self.unit_axis)
@@ -103,7 +117,7 @@ class AddNoise(Rule):
     **Arguments:**
 
     - `eta`: η ≥ 0. `gamma`: γ ≥ 0.
-    - `seed`: a whole number.
+    - `seed`: a whole number, ≥ 0.
 
     Example:
         >>> from optimisers import SGD, AddNoise, Chain
@@ -116,7 +130,7 @@ class AddNoise(Rule):
     gamma: Hyper = 0.55
     seed: int = 0
 
-    ranges = {"eta": (0.0, math.inf, False), "gamma": (0.0, math.inf, False)}
+    ranges = {"eta": (0.0, math.inf, False), "gamma": (0.0, math.inf, False), "seed": (0, math.inf, False)}
     keyed = True
 
     def scalars(self, step: Any) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Rules whose step is measured against the parameter it moves: LAMB, LARS."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -110,7 +111,7 @@ class LARS(Rule):
     eps: Hyper = 0.0
     nesterov: bool = False
 
-    ranges = {"trust_coefficient": (0.0, float("inf"), False)}
+    ranges = {"trust_coefficient": (math.ulp(0.0), math.inf, False)}
     slots = {"velocity": LIKE}
     scope = "leaf"
     sums = 2

@@ -1,0 +1,1 @@
+"""Rules to and from other libraries."""
