@@ -53,6 +53,30 @@ class Member:
 Rule: TypeAlias = tuple[Member, ...]
 
 
+def _carried(old: Rule, slots: Mapping[str, Array], new: Rule) -> dict[str, Array]:
+    """The slots that go on under another rule, by their new names: in the same member, or in one that takes its place."""
+    left = {(member, key.rpartition(".")[2]): slots[key] for member, key in _places(old) if key in slots}
+    stay = {member for member, _ in _places(new)} | set(_prefixes(new))
+    found = {}
+    for member, key in _places(new):
+        plain = key.rpartition(".")[2]
+        place = (member, plain)
+        if place not in left:
+            place = next((each for each in left if each[1] == plain and each[0] not in stay), place)
+        if place in left:
+            found[key] = left.pop(place)
+    return found
+
+
+def _places(rule: Rule) -> list[tuple[str, str]]:
+    return [(member, key) for member, keys in zip(_prefixes(rule), slot_names(rule), strict=True) for key in keys]
+
+
+def _prefixes(rule: Rule) -> list[str]:
+    kinds = [member.kind.lower() for member in rule]
+    return [kind + (f"_{kinds[: at + 1].count(kind)}" if kind in kinds[:at] else "") for at, kind in enumerate(kinds)]
+
+
 def slot_names(rule: Rule) -> list[list[str]]:
     """For each member the public names of its slots: one that several members have carries the name of its member."""
     every = [name for member in rule for name in member.slots]
@@ -173,7 +197,7 @@ class Oracle:
         self._check_gates({name: rule if name in chosen else each.rule for name, each in self.parameters.items()})
         for name in chosen:
             each = self[name]
-            old = each.slots or {}
+            old = _carried(each.rule, each.slots or {}, rule)
             each.rule = rule
             fresh = each.fresh()
             moments = [names for names, member in zip(slot_names(rule), rule, strict=True) if member.counts]

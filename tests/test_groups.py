@@ -190,17 +190,17 @@ def _decays(rule: Any, model: Any) -> dict[str, float]:
 def test_selected_parameters_have_no_decay() -> None:
     model = _model()
     for rule, spared in (
-        (op.no_decay(op.AdamW(), model, "**.bias"), {"layers.0.bias", "layers.1.bias", "head.bias"}),
+        (op.no_decay(op.AdamW(), "**.bias"), {"layers.0.bias", "layers.1.bias", "head.bias"}),
         (
-            op.no_decay(op.AdamW(), model, "**.bias", "norm", "embed"),
+            op.no_decay(op.AdamW(), "**.bias", "norm", "embed"),
             {"layers.0.bias", "layers.1.bias", "head.bias", "norm", "embed"},
         ),
-        (op.no_decay(op.AdamW(), model, ndim=1), {"layers.0.bias", "layers.1.bias", "head.bias", "norm"}),
-        (op.no_decay(op.AdamW(), model, "embed", ndim=1), {"layers.0.bias", "layers.1.bias", "head.bias", "norm", "embed"}),
-        (op.no_decay(op.AdamW(), model, select.name("norm") | select.path("head")), {"norm", "head.bias", "head.weight"}),
-        (op.no_decay(op.AdamW(), model, lambda record: record.name == "norm"), {"norm"}),
-        (op.no_decay(op.AdamW(), model, ndim=2), set(map(str, op.setup(op.Adam(), model)))),
-        (op.no_decay(op.AdamW(), model, ndim=0), set()),
+        (op.no_decay(op.AdamW(), ndim=1), {"layers.0.bias", "layers.1.bias", "head.bias", "norm"}),
+        (op.no_decay(op.AdamW(), "embed", ndim=1), {"layers.0.bias", "layers.1.bias", "head.bias", "norm", "embed"}),
+        (op.no_decay(op.AdamW(), select.name("norm") | select.path("head")), {"norm", "head.bias", "head.weight"}),
+        (op.no_decay(op.AdamW(), lambda record: record.name == "norm"), {"norm"}),
+        (op.no_decay(op.AdamW(), ndim=2), set(map(str, op.setup(op.Adam(), model)))),
+        (op.no_decay(op.AdamW(), ndim=0), set()),
     ):
         assert _decays(rule, model) == {str(path): 0.0 if str(path) in spared else 0.01 for path in op.setup(op.Adam(), model)}
 
@@ -208,7 +208,7 @@ def test_selected_parameters_have_no_decay() -> None:
 def test_every_decay_of_a_chain_is_taken_away() -> None:
     model = _model()
     rule = op.Chain(op.ClipNorm(), op.SGD(weight_decay=0.1), op.SignDecay(0.2))
-    state = op.setup(op.no_decay(rule, model, "norm"), model)
+    state = op.setup(op.no_decay(rule, "norm"), model)
     assert leaf(state, "norm").rule == op.Chain(op.ClipNorm(), op.SGD(weight_decay=0.0), op.SignDecay(0.0))
     assert leaf(state, "embed").rule == rule
 
@@ -217,7 +217,7 @@ def test_the_rule_that_takes_the_place_of_another_loses_its_decay() -> None:
     model = _model()
     muon = op.Muon(weight_decay=0.3, fallback=op.AdamW(weight_decay=0.2))
     for rule in (muon, op.Chain(op.ClipNorm(), muon)):
-        decays = _decays(op.no_decay(rule, model, "**.bias"), model)
+        decays = _decays(op.no_decay(rule, "**.bias"), model)
         assert (decays["head.weight"], decays["norm"], decays["head.bias"]) == (0.3, 0.2, 0.0)
 
 
@@ -225,7 +225,7 @@ def test_a_function_or_a_mapping_may_lose_its_decay() -> None:
     model = _model()
     mapping = {"embed": op.SGD(weight_decay=0.5), "**": op.AdamW()}
     for rule in (mapping, lambda record: mapping["embed"] if record.name == "embed" else mapping["**"]):
-        decays = _decays(op.no_decay(rule, model, ndim=1), model)
+        decays = _decays(op.no_decay(rule, ndim=1), model)
         assert (decays["embed"], decays["head.weight"], decays["norm"]) == (0.5, 0.01, 0.0)
 
 
@@ -233,8 +233,8 @@ def test_both_may_be_nested_in_either_order() -> None:
     model = _model()
     muon = op.Muon(1.0, weight_decay=0.3, fallback=op.AdamW(1.0))
     for rule in (op.AdamW(1.0), op.Chain(op.ClipGlobalNorm(1.0), muon), {"embed": op.SGD(1.0), "**": op.AdamW(1.0)}):
-        one = op.setup(op.no_decay(op.layerwise(rule, model, decay=0.5), model, ndim=1), model)
-        two = op.setup(op.layerwise(op.no_decay(rule, model, ndim=1), model, decay=0.5), model)
+        one = op.setup(op.no_decay(op.layerwise(rule, model, decay=0.5), ndim=1), model)
+        two = op.setup(op.layerwise(op.no_decay(rule, ndim=1), model, decay=0.5), model)
         assert one == two
         assert leaf(one, "layers.0.bias").rule.hyperparameters["lr"] == 0.25
         assert leaf(one, "layers.0.bias").rule.hyperparameters["weight_decay"] == 0.0
@@ -242,17 +242,17 @@ def test_both_may_be_nested_in_either_order() -> None:
 
 def test_frozen_parameters_are_selected_like_others() -> None:
     model = _model()
-    state = op.setup(op.no_decay(op.AdamW(), model, "layers.0"), model, frozen="layers")
+    state = op.setup(op.no_decay(op.AdamW(), "layers.0"), model, frozen="layers")
     assert leaf(state.thaw(), "layers.0.weight").rule.hyperparameters["weight_decay"] == 0.0
 
 
 def test_a_selector_that_matches_nothing_is_an_error_with_the_nearest() -> None:
     model = _model()
     with pytest.raises(PathError, match=r'no parameter matches "\*\*\.bais"; did you mean "\*\*\.bias"'):
-        op.no_decay(op.AdamW(), model, "norm", "**.bais", ndim=1)
-    for make in (lambda rule: op.no_decay(rule, model, ndim=1), lambda rule: op.layerwise(rule, model)):
+        op.setup(op.no_decay(op.AdamW(), "norm", "**.bais", ndim=1), model)
+    for make in (lambda rule: op.no_decay(rule, ndim=1), lambda rule: op.layerwise(rule, model)):
         with pytest.raises(PathError, match='no parameter matches "hed"; did you mean "head"'):
-            make({"hed": op.AdamW(), "**": op.AdamW()})
+            op.setup(make({"hed": op.AdamW(), "**": op.AdamW()}), model)
         with pytest.raises(StateError, match='no selector of the rules matches it; add one, such as "\\*\\*"'):
             op.setup(make({"head": op.AdamW()}), model)
 
@@ -260,29 +260,29 @@ def test_a_selector_that_matches_nothing_is_an_error_with_the_nearest() -> None:
 def test_a_rule_without_decay_where_it_should_go_is_an_error() -> None:
     model = _model()
     with pytest.raises(HyperparameterError, match='Adam has no hyperparameter "weight_decay"'):
-        op.setup(op.no_decay(op.Adam(), model, ndim=1), model)
+        op.setup(op.no_decay(op.Adam(), ndim=1), model)
     # Where it is not selected, nothing is asked of it.
-    op.setup(op.no_decay({"embed": op.Adam(), "**": op.AdamW()}, model, ndim=1), model)
+    op.setup(op.no_decay({"embed": op.Adam(), "**": op.AdamW()}, ndim=1), model)
 
 
 @pytest.mark.parametrize(
     "make",
     [
-        lambda model: op.no_decay(op.AdamW(), model),
-        lambda model: op.no_decay(op.AdamW(), model, ndim=-1),
-        lambda model: op.no_decay(op.AdamW(), model, ndim="1"),  # type: ignore[arg-type]
-        lambda model: op.no_decay(op.AdamW(), model, ndim=True),
-        lambda model: op.no_decay(op.AdamW(), model, 0.5),  # type: ignore[arg-type]
-        lambda model: op.no_decay(op.AdamW(), "**.bias"),
-        lambda model: op.no_decay(op.AdamW, model, "**.bias"),
-        lambda model: op.no_decay(model, op.AdamW(), "**.bias"),
+        lambda model: op.no_decay(op.AdamW()),
+        lambda model: op.no_decay(op.AdamW(), ndim=-1),
+        lambda model: op.no_decay(op.AdamW(), ndim="1"),  # type: ignore[arg-type]
+        lambda model: op.no_decay(op.AdamW(), ndim=True),
+        lambda model: op.no_decay(op.AdamW(), 0.5),  # type: ignore[arg-type]
+        lambda model: op.setup(op.layerwise(op.no_decay(op.AdamW(), "**.bais"), model), model),
+        lambda model: op.no_decay(op.AdamW, "**.bias"),
+        lambda model: op.no_decay(model, op.AdamW(), "**.bias"),  # type: ignore[arg-type]
         lambda model: op.layerwise(model, op.AdamW()),
         lambda model: op.layerwise(op.AdamW, model),
         lambda model: op.layerwise(None, model),  # type: ignore[arg-type]
         lambda model: op.layerwise(op.AdamW(), {}),
         lambda model: op.layerwise({"**": op.AdamW}, model),  # type: ignore[dict-item]
         lambda model: op.setup(op.layerwise(lambda record: None, model), model),  # type: ignore[arg-type, return-value]
-        lambda model: op.setup(op.no_decay(lambda record: 3, model, ndim=1), model),  # type: ignore[arg-type, return-value]
+        lambda model: op.setup(op.no_decay(lambda record: 3, ndim=1), model),  # type: ignore[arg-type, return-value]
     ],
     ids=range(15),
 )

@@ -503,3 +503,38 @@ def test_every_error_is_of_the_family_and_of_the_kind_one_expects() -> None:
         assert not str(caught.value).startswith(("'", '"'))
     assert str(OptimiserError()) == ""
     assert issubclass(StateError, ValueError)
+
+
+def test_replace_finds_the_slots_of_a_part_that_another_has_the_same_name_of() -> None:
+    state, model = _trained(op.AdaGrad(0.1))
+    other = state.replace(op.Chain(op.AccumGrad(2), op.AdaGrad(0.1)))
+    assert leaf(other, "embed").slots["adagrad.total"] is leaf(state, "embed").slots["total"]
+    assert leaf(other, "embed").step == 2
+    assert not leaf(other, "embed").slots["accumgrad.total"].any()
+    back = other.replace(op.AdaGrad(0.1))
+    assert leaf(back, "embed").slots["total"] is leaf(state, "embed").slots["total"]
+
+
+def test_a_part_that_needs_the_count_from_its_beginning_takes_the_others_with_it() -> None:
+    state, model = _trained(op.Adam(0.1))
+    other = state.replace(op.Chain(op.RAdam(0.1), op.Adam(0.1)))
+    assert leaf(other, "embed").step == 0
+    assert not any(slot.any() for slot in leaf(other, "embed").slots.values())
+
+
+def test_factored_slots_behind_a_transpose_start_afresh() -> None:
+    w = np.arange(6.0).reshape(2, 3) + 1
+    model = {"enc": w, "dec": w.T}
+    grads = {"enc": np.ones((2, 3)), "dec": np.ones((3, 2))}
+    state, model = train(op.Adafactor(0.1), model, grads)
+    for alone in (state.untie("enc"), state.untie("dec")):
+        after, _ = op.update(alone, model, grads)
+        assert [leaf(after, name).step for name in ("dec", "enc")] in ([1, 2], [2, 1])
+        assert {name: slot.shape for name, slot in leaf(after, "enc").slots.items()} == {"row": (2, 1), "column": (1, 3)}
+    part = branch(
+        op.update(op.setup(op.Adafactor(0.1), {"a": {"w": w}, "b": {"w": w.T}}), {"a": {"w": w}, "b": {"w": w.T}}, {"a": {"w": w}})[
+            0
+        ],
+        "b",
+    )
+    assert (leaf(part, "w").step, leaf(part, "w").slots["row"].shape) == (0, (3, 1))

@@ -3,7 +3,8 @@
 Each function returns what `setup` takes for a rule: a function from a parameter's record to its rule. They can be nested.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from re import compile as pattern
 from typing import Any, TypeAlias
 
@@ -23,9 +24,19 @@ _FIRST = pattern(r"(^|[^a-z])(emb|wte|wpe|tok|patch|(pos|cls)($|[^a-z])|posit)")
 _HUMP = pattern(r"(?<=[a-z0-9])(?=[A-Z])")
 
 
-def layerwise(
-    rule: RuleFor, model: Any, *, decay: float = 0.75, depth: Callable[[Parameter], int | None] | None = None
-) -> Callable[[Parameter], Rule]:
+@dataclass(frozen=True)
+class RuleOf:
+    """A function from a parameter's record to its rule; `setup` calls `check` once with all records."""
+
+    choose: Callable[[Parameter], Rule]
+    check: Callable[[Sequence[Parameter]], None]
+
+    def __call__(self, record: Parameter) -> Rule:
+        """The rule of a parameter."""
+        return self.choose(record)
+
+
+def layerwise(rule: RuleFor, model: Any, *, decay: float = 0.75, depth: Callable[[Parameter], int | None] | None = None) -> RuleOf:
     """Learning rates that fall from the head to the embeddings: `lr` times decay^(top - depth).
 
     The depth of a parameter is 1 + the first whole number in its path (`layers.3.weight` has depth 4); what has none lies at depth
@@ -55,7 +66,11 @@ def layerwise(
     """
     if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 < decay <= 1:
         raise HyperparameterError(f"layerwise(decay={decay!r}): decay must lie in (0, 1]")
-    records = _records("layerwise", rule, model)
+    _check_rule("layerwise", rule)
+    records = [record for record, _ in parameters_of(model)]
+    if not records:
+        raise StateError(f"layerwise takes the model second, and {type(model).__name__} has no parameters")
+    _check_selectors(rule, records)
 
     def find(record: Parameter) -> int | None:
         found = (depth or _depth)(record)
@@ -73,7 +88,7 @@ def layerwise(
             )
         return _scaled(own, decay ** (top - (top if at is None else at)))
 
-    return choose
+    return RuleOf(choose, lambda records: _check_selectors(rule, records))
 
 
 def _scaled(rule: Rule, factor: float) -> Rule:
@@ -102,32 +117,29 @@ def _depth_of(path: Any) -> int | None:
     return 0 if any(_FIRST.search(_HUMP.sub("_", str(key)).lower()) for key in path) else None
 
 
-def no_decay(rule: RuleFor, model: Any, *selectors: Selectable, ndim: int | None = None) -> Callable[[Parameter], Rule]:
+def no_decay(rule: RuleFor, *selectors: Selectable, ndim: int | None = None) -> RuleOf:
     """The rule, with a weight decay of 0 for the selected parameters.
 
     **Arguments:**
 
     - `rule`: a rule, a mapping from selectors to rules, or a function from a record to a rule.
-    - `model`: the model.
     - `*selectors`: paths, globs, types, predicates.
     - `ndim`: all parameters with at most this many axes, too.
 
-    **Raises** `PathError` for a selector that matches nothing; `HyperparameterError` at `setup` when the rule of a selected
-    parameter has no weight decay.
+    **Raises** `HyperparameterError` or `StateError` for something else; at `setup`, `PathError` for a selector that matches
+    nothing, `HyperparameterError` when the rule of a selected parameter has no weight decay.
 
     Example:
         >>> import numpy as np, optimisers as op
         >>> model = {"weight": np.ones((2, 2)), "bias": np.ones(2)}
-        >>> op.setup(op.no_decay(op.AdamW(1e-3), model, "**.bias"), model)["bias"].rule.weight_decay
+        >>> op.setup(op.no_decay(op.AdamW(1e-3), "**.bias"), model)["bias"].rule.weight_decay
         0.0
     """
-    records = _records("no_decay", rule, model)
+    _check_rule("no_decay", rule)
     if not selectors and ndim is None:
         raise StateError('no_decay selects nothing; give it selectors, such as "**.bias", or ndim=1')
     if ndim is not None and (isinstance(ndim, bool) or not isinstance(ndim, int) or ndim < 0):
         raise StateError(f"no_decay(ndim={ndim!r}): ndim is a number of axes, such as 1")
-    for each in selectors:
-        matching(records, each)
     chosen = [as_selector(each) for each in selectors]
 
     def choose(record: Parameter) -> Rule:
@@ -135,25 +147,35 @@ def no_decay(rule: RuleFor, model: Any, *selectors: Selectable, ndim: int | None
         small = ndim is not None and record.ndim <= ndim
         return own.adjusted(weight_decay=0.0) if small or any(each.selects(record) for each in chosen) else own
 
-    return choose
+    def check(records: Sequence[Parameter]) -> None:
+        for each in selectors:
+            matching(records, each)
+        _check_selectors(rule, records)
+
+    return RuleOf(choose, check)
 
 
-def _records(caller: str, rule: Any, model: Any) -> list[Parameter]:
-    """The records of a model, once it is clear that the rule stands before it, and that a mapping selects something.
+def _check_rule(caller: str, rule: Any) -> None:
+    """Check that something can tell parameters their rules.
 
-    **Raises** `HyperparameterError`, `PathError`.
+    **Raises** `HyperparameterError`.
     """
-    records = [record for record, _ in parameters_of(model)]
-    mapping = isinstance(rule, Mapping)
-    if isinstance(rule, type) or not (callable(rule) or isinstance(rule, Rule) or mapping):
-        raise HyperparameterError(f"{caller} takes a rule, a mapping of rules or a function, not {rule!r}; the model comes second")
-    for key, each in rule.items() if mapping else ():
+    if isinstance(rule, type) or not (callable(rule) or isinstance(rule, (Rule, Mapping))):
+        raise HyperparameterError(f"{caller} takes a rule, a mapping of rules or a function first, not {rule!r}")
+    for key, each in rule.items() if isinstance(rule, Mapping) else ():
         if not isinstance(each, Rule):
-            raise HyperparameterError(f"{key!r}: {type(each).__name__} is not a rule; {caller} takes the rules, then the model")
+            raise HyperparameterError(f"{key!r}: {type(each).__name__} is not a rule; {caller} takes the rules first")
+
+
+def _check_selectors(rule: RuleFor, records: Sequence[Parameter]) -> None:
+    """Check that every selector of a rule selects something.
+
+    **Raises** `PathError`.
+    """
+    if isinstance(rule, RuleOf):
+        rule.check(records)
+    for key in rule if isinstance(rule, Mapping) else ():
         matching(records, key)
-    if not records:
-        raise StateError(f"{caller} takes the model second, and {type(model).__name__} has no parameters")
-    return records
 
 
 def _rule(rule: RuleFor, record: Parameter) -> Rule:

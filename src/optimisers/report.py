@@ -9,7 +9,7 @@ from optimisers.rules.base import Rule
 from optimisers.state import Leaf, State, check_state
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import Group
 
 __all__ = ["Summary", "size_of", "summary"]
 
@@ -38,19 +38,20 @@ class Summary:
     rules: tuple[tuple[str, str], ...]
     total: str
 
-    def __rich__(self) -> "Table":
+    def __rich__(self) -> "Group":
         from rich import box
+        from rich.console import Group
         from rich.table import Table
         from rich.text import Text
 
         below = "\n".join([*(f"{letter} = {rule}" for letter, rule in self.rules), self.total])
-        table = Table(box=box.SIMPLE_HEAD, caption=Text(below, style=""), caption_justify="left", pad_edge=False)
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         for heading in self.headings:
             table.add_column(heading, justify="left" if heading in _TEXTS else "right", overflow="fold")
         for row in self.rows:
             # Text, not str: paths and rules may hold what rich would read as markup.
             table.add_row(*map(Text, row), style="dim" if row[-1].startswith("frozen") else "")
-        return table
+        return Group(table, Text(below))
 
     def __str__(self) -> str:
         from rich.console import Console

@@ -123,6 +123,9 @@ def _assign(wish: Any, records: list[Parameter]) -> tuple[list[Rule], list[int]]
         chosen: list[Any] = list(_by_selectors(wish, records)) if records else []
     else:
         chosen = [wish if isinstance(wish, Rule) else wish(record) for record in records]
+        check = getattr(wish, "check", None)
+        if check is not None and not isinstance(wish, Rule):
+            check(records)
     numbers: dict[Any, int] = {}
     rules: list[Rule] = []
     own: list[int] = []

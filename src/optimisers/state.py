@@ -13,7 +13,7 @@ from optimisers.model import rewrite
 from optimisers.model.layout import Layout, Parameter, Runs
 from optimisers.model.paths import Path
 from optimisers.model.select import Selectable, as_selector, matching
-from optimisers.model.slots import check_rule, copied, fresh_slots, with_started
+from optimisers.model.slots import carried, check_rule, copied, fresh_slots, with_started
 from optimisers.model.ties import SAME, View
 from optimisers.rules.base import Rule, member_names
 from optimisers.rules.program import program_of
@@ -161,14 +161,16 @@ class State:
             seen = rewrite.below(parameter, branch)
             if seen is not None:
                 parameters.append(seen[0])
-                slots.append(own if own is None or seen[1] == SAME else _through(seen[1], own))
+                slots.append(own)
+                if own is not None and seen[1] != SAME:
+                    parameters[-1], slots[-1] = self._elsewhere(parameter, own, seen[1], seen[0])
         if not parameters:
             raise PathError(f'the state has nothing at "{branch}"{suggest(str(branch), self._places())}')
         excluded, detached = (
             frozenset(path.below(branch) for path in paths if path.startswith(branch))
             for paths in (self.layout.excluded, self.detached)
         )
-        return self._next(parameters, slots, excluded=excluded, detached=detached)
+        return self._next(parameters, slots, counters=(*self.counters, 0), excluded=excluded, detached=detached)
 
     def _places(self) -> set[str]:
         return {
@@ -260,9 +262,23 @@ class State:
         at, key = self._at(path), Path(path)
         rest, alone, view = rewrite.untied(self.layout.parameters[at], key)
         parameters, own = list(self.layout.parameters), self.slots[at]
-        parameters[at] = rest
-        slots = own if own is None else _through(view, own)
-        return self._next([*parameters, alone], [*self.slots, slots], detached=self.detached | {key})
+        whole, parameters[at] = parameters[at], rest
+        if own is not None:
+            alone, own = self._elsewhere(whole, own, view, alone)
+        detached = self.detached | {key}
+        return self._next([*parameters, alone], [*self.slots, own], counters=(*self.counters, 0), detached=detached)
+
+    def _elsewhere(
+        self, parameter: Parameter, slots: tuple[Any, ...], view: View, alone: Parameter
+    ) -> tuple[Parameter, tuple[Any, ...]]:
+        """The record of an occurrence on its own, and copies of the slots as seen from there.
+
+        Slots of another shape than the parameter, such as means of rows, cannot be seen so, and start afresh.
+        """
+        if view != SAME and any(slot is not None and tuple(slot.shape) not in (parameter.shape, ()) for slot in slots):
+            return alone._replace(counter=len(self.counters)), fresh_slots(alone, self.layout.programs[alone.group])
+        seen = [slot if slot is None or slot.shape != parameter.shape else view.apply(slot) for slot in slots]
+        return alone, tuple([slot if slot is None else copied(slot) for slot in seen])
 
     # Rules ------------------------------------------------------------------------------------------------------------
 
@@ -291,8 +307,10 @@ class State:
         known = {group: {*self.rules[group].hyperparameters, *member_names(self.rules[group].members)} for group in groups}
         for name in hyperparameters:
             if not any(name in names for names in known.values()):
-                there = {name for group in groups for name in self.rules[group].hyperparameters}
-                raise HyperparameterError(f'no selected rule has a hyperparameter "{name}"{suggest(name, there)}')
+                # A member of a chain is named where a mapping is given for it.
+                there = {each for group in groups for each in self.rules[group].hyperparameters}
+                names = set().union(*known.values()) if isinstance(hyperparameters[name], Mapping) else there
+                raise HyperparameterError(f'no selected rule has a hyperparameter "{name}"{suggest(name, names)}')
         rules = {
             group: self.rules[group].adjusted(**{name: value for name, value in hyperparameters.items() if name in known[group]})
             for group in groups
@@ -326,14 +344,13 @@ class State:
         counters, slots = list(self.counters), list(self.slots)
         groups: dict[Any, int] = {}
         for at in chosen:
-            old, own = self.leaf(at), rule.rule_for(parameters[at].shape, parameters[at].dtype)
+            own = rule.rule_for(parameters[at].shape, parameters[at].dtype)
             check_rule(own, parameters[at])
             program = program_of(own)
             if own.key not in groups:
                 groups[own.key] = len(rules)
                 rules.append(own)
-            kinds = dict(self.layout.programs[parameters[at].group].slots)
-            kept = [old.slots.get(name) if kinds.get(name) == kind else None for name, kind in program.slots]
+            kept = carried(self.layout.programs[parameters[at].group], self.slots[at], program)
             fresh = _begins(own, kept)
             parameters[at] = parameters[at]._replace(
                 group=groups[own.key], counter=len(counters) if fresh else parameters[at].counter
@@ -596,11 +613,6 @@ def _begins(rule: Rule, kept: list[Any]) -> bool:
         for span in spans:
             kept[span.start : span.stop] = [None] * len(span)
     return begins
-
-
-def _through(view: View, slots: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Slots as seen from another occurrence: copies."""
-    return tuple([slot if slot is None else copied(view.apply(slot)) for slot in slots])
 
 
 def _line(leaf: Leaf, many: bool) -> tuple[str, ...]:

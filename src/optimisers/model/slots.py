@@ -9,10 +9,10 @@ from optimisers.backends.base import check_parameter
 from optimisers.backends.choose import backend_for
 from optimisers.errors import StateError
 from optimisers.model.layout import Parameter, slot_dtypes
-from optimisers.rules.base import Rule
+from optimisers.rules.base import Rule, Slot
 from optimisers.rules.program import Program
 
-__all__ = ["check_rule", "copied", "copied_as", "fresh_slots", "with_started"]
+__all__ = ["carried", "check_rule", "copied", "copied_as", "fresh_slots", "with_started"]
 
 
 def check_rule(rule: Rule, parameter: Parameter) -> None:
@@ -54,6 +54,26 @@ def with_started(slots: tuple[Any, ...], array: Any, parameter: Parameter, progr
         assert start is not None
         made[at] = copied_as(start(array), dtypes[at], parameter.library)
     return tuple(made)
+
+
+def carried(old: Program, slots: tuple[Any, ...] | None, new: Program) -> list[Any]:
+    """For each slot of a new program the one of the old that goes on in it, or `None`.
+
+    That is the slot of the same name and kind in the same member; else in a member that the new program lacks.
+    """
+    left = dict(zip(_places(old), slots or (), strict=False))
+    stay = {member.name for member in new.members}
+    found = []
+    for member, name, kind in _places(new):
+        place = (member, name, kind)
+        if place not in left:
+            place = next((each for each in left if each[1:] == (name, kind) and each[0] not in stay), place)
+        found.append(left.pop(place, None))
+    return found
+
+
+def _places(program: Program) -> list[tuple[str, str, Slot]]:
+    return [(member.name, name, kind) for member in program.members for name, kind in member.slots]
 
 
 def copied(array: Any) -> Any:
