@@ -276,6 +276,9 @@ class Case(Comparison):
         worst = 0.0
         for name, right in true_end(self, dtype).items():
             found = wide(backend.read(outcome[name]))
+            assert found.shape == right.shape
+            assert np.isfinite(found).all()
+            assert np.isfinite(right).all()
             scale = max(np.abs(wide(start[name])).max(), np.abs(right).max())
             worst = max(worst, float(np.abs(found - right).max() / scale))
         return worst
