@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from optimisers import pytree
 from optimisers.backends.arrays import dtype_name, itemsize_of, library_of, namespace_of
 from optimisers.errors import HyperparameterError, ModelError, PathError, StateError, suggest
 from optimisers.model import rewrite
@@ -109,6 +110,8 @@ class State:
         self.spent = False
         # What backends keep about these very slot arrays; it goes on to the next state as long as the arrays do.
         self.addresses = {} if addresses is None else addresses
+        if "jax" in layout.libraries:
+            pytree.register(State)
 
     # Reading ----------------------------------------------------------------------------------------------------------
 
@@ -435,9 +438,8 @@ class State:
         kept = tuple(rules[group] for group in groups) or tuple(rules[:1])
         layout = Layout.of(tidy, map(program_of, kept), self.layout.excluded if excluded is None else excluded)
         detached = frozenset(path for path in (self.detached if detached is None else detached) if path in layout.index)
-        return State(
-            layout, kept, tuple(used), self.step, tuple(slots), _memory(kept, self.memory if memory is None else memory), detached
-        )
+        kept_memory = _memory(kept, self.memory if memory is None else memory, traced="jax" in layout.libraries)
+        return State(layout, kept, tuple(used), self.step, tuple(slots), kept_memory, detached)
 
     def with_started(self, arrays: Sequence[Any], chosen: Iterable[int]) -> "State":
         """A state in which slots that start as a function of their parameter are there. Itself when none was missing.
@@ -580,7 +582,7 @@ def _restored(
     return State(layout, rules, counters, step, slots, memory, detached)
 
 
-def _memory(rules: Sequence[Rule], old: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+def _memory(rules: Sequence[Rule], old: Mapping[str, Mapping[str, Any]], *, traced: bool) -> dict[str, dict[str, Any]]:
     """The memory of the rules: one for all groups, since what it decides is decided for the whole tree."""
     memory: dict[str, dict[str, Any]] = {}
     owners: dict[str, Rule] = {}
@@ -593,7 +595,8 @@ def _memory(rules: Sequence[Rule], old: Mapping[str, Mapping[str, Any]]) -> dict
                 {**member.hyperparameters, **dict.fromkeys(member.individual)}
             ):
                 raise StateError(f"{first!r} and {member!r} decide for the whole tree, so they have to be equal for all parameters")
-            memory[form.name] = dict(old.get(form.name) or form.memory)
+            fresh = pytree.as_arrays(dict(form.memory)) if traced else dict(form.memory)
+            memory[form.name] = dict(old.get(form.name) or fresh)
     return memory
 
 

@@ -1,18 +1,18 @@
 """The way of a step: open the model, gather gradients, run each batch in its backend, put the arrays back."""
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
+from functools import reduce
 from itertools import pairwise
-from operator import itemgetter
-from types import SimpleNamespace
+from operator import add, itemgetter, or_
 from typing import Any
 from zlib import crc32
 
 import numpy as np
 
-from optimisers.backends.array_api import namespace
-from optimisers.backends.arrays import memory_of
-from optimisers.backends.base import Batch
+from optimisers.backends.array_api import derive
+from optimisers.backends.arrays import memory_of, namespace_of
+from optimisers.backends.base import Batch, columns_of
 from optimisers.backends.choose import backend_for, reference_only_is_set
 from optimisers.errors import StateError, TieError
 from optimisers.gradients import gather
@@ -27,7 +27,6 @@ from optimisers.state import State, check_state
 __all__ = ["update", "update_"]
 
 _PLANS = 16
-_XP = namespace(np)
 
 
 def update(state: State, model: Any, grads: Any = None) -> tuple[State, Any]:
@@ -98,8 +97,7 @@ def _step(state: State, model: Any, grads: Any, *, in_place: bool) -> tuple[Stat
             changed |= {at: new for at, old, new in zip(job.part.members, job.batch.params, params, strict=True) if new is not old}
         if new_slots is not job.batch.slots:
             slots = _replaced(slots, job.part.members, new_slots)
-    layout, counters = _counted(state, plan, [job.open for job in jobs])
-    step = state.step + 1 if any(job.open for job in jobs) else state.step
+    layout, counters, step = _counted(state, plan, [job.open and job.passed for job in jobs])
     addresses = state.addresses if slots is state.slots else None
     # What is left of the old state is its counts, which no longer go with its slots.
     given.spent = in_place and slots is state.slots and any(job.batch.slot_dtypes for job in jobs)
@@ -256,25 +254,49 @@ def _plan(layout: Layout, gradients: Sequence[Any]) -> _Plan:
     return plan
 
 
-def _counted(state: State, plan: _Plan, opened: Sequence[bool]) -> tuple[Layout, tuple[Any, ...]]:
-    """The counters after the step. Parameters that stepped and parameters that did not no longer share one."""
-    key = tuple(opened)
+def _counted(state: State, plan: _Plan, opened: Sequence[Any]) -> tuple[Layout, tuple[Any, ...], Any]:
+    """The layout and the counters after the step, and the state's own count.
+
+    Parameters that stepped and parameters that did not no longer share a counter.
+
+    **Arguments:** `opened`: for each part whether it steps: `True`, `False`, or what a traced program will tell.
+    """
+    # Who steps: none, all, or as a gate will tell.
+    added: list[Any] = [0, 1]
+    marks = []
+    for each in opened:
+        if isinstance(each, bool):
+            marks.append(int(each))
+            continue
+        known = next((mark for mark, value in enumerate(added) if value is each), len(added))
+        if known == len(added):
+            added.append(each)
+        marks.append(known)
+    key = tuple(marks)
     if key not in plan.next:
-        stepped = {at for part, open_ in zip(plan.parts, opened, strict=True) if open_ for at in part.members}
+        stepped = {at: mark for part, mark in zip(plan.parts, marks, strict=True) for at in part.members}
         plan.next[key] = _split(state.layout, stepped)
     layout, sources = plan.next[key]
-    return layout, tuple([state.counters[source] + more for source, more in sources])
+    traced = [added[mark] for mark in sorted({*marks} - {0, 1})]
+    any_open = 1 if 1 in marks else reduce(or_, traced) if traced else 0
+    counters = tuple([_one_more(state.counters[source], added[mark]) for source, mark in sources])
+    return layout, counters, _one_more(state.step, any_open)
 
 
-def _split(layout: Layout, stepped: set[int]) -> tuple[Layout, list[tuple[int, int]]]:
-    """The layout whose counters tell apart who stepped; and for each new counter the old one, and what is added to it."""
+def _one_more(count: Any, is_open: Any) -> Any:
+    """A count after a step that took place or not."""
+    return count + is_open if isinstance(is_open, int) else namespace_of(is_open).where(is_open, count + 1, count)
+
+
+def _split(layout: Layout, stepped: Mapping[int, int]) -> tuple[Layout, list[tuple[int, int]]]:
+    """The layout whose counters tell apart who stepped; and for each new counter the old one, and the mark of what is added."""
     # A counter that all or none of its parameters share keeps its number, and so the layout.
-    outcomes = list(dict.fromkeys((record.counter, int(at in stepped)) for at, record in enumerate(layout.parameters)))
+    outcomes = list(dict.fromkeys((record.counter, stepped.get(at, 0)) for at, record in enumerate(layout.parameters)))
     if len(outcomes) == len({counter for counter, _ in outcomes}):
         return layout, sorted(outcomes)
     order = sorted(outcomes)
     number = {outcome: at for at, outcome in enumerate(order)}
-    records = [record._replace(counter=number[record.counter, int(at in stepped)]) for at, record in enumerate(layout.parameters)]
+    records = [record._replace(counter=number[record.counter, stepped.get(at, 0)]) for at, record in enumerate(layout.parameters)]
     return Layout.of(records, layout.programs, layout.excluded), order
 
 
@@ -287,6 +309,8 @@ class _Job:
     def __init__(self, part: _Part, state: State, arrays: Sequence[Any], gradients: Sequence[Any], in_place: bool) -> None:
         self.part = part
         self.open = True
+        # Whether all gates so far let the step pass: True, or what a traced program will tell.
+        self.passed: Any = True
         self.length = len(part.program.members)
         self.batch = Batch(
             program=part.program,
@@ -313,6 +337,9 @@ class _Job:
         self.pending = pending
 
     def _scalars(self, part: _Part, state: State) -> list[dict[str, Sequence[Any]]]:
+        keys = [crc32(str(path).encode()) >> 1 for path in part.paths]
+        if part.library == "jax":
+            return _traced_scalars(part, state, keys)
         counters = [counter for _, counter in part.rows]
         many = len(part.rows) > 1
         step = np.array([state.counters[counter] for counter in counters]) + 1 if many else state.counters[counters[0]] + 1
@@ -320,8 +347,8 @@ class _Job:
         for member, rule in zip(part.program.members, part.rules(state), strict=True):
             values = rule.scalars(step, **state.memory.get(member.name, {}))
             if member.keyed:
-                values["key"] = np.array([crc32(str(path).encode()) for path in part.paths])
-            scalars.append(_columns(values, len(counters)))
+                values["key"] = np.array(keys)
+            scalars.append(columns_of(values, len(counters)))
         return scalars
 
     @property
@@ -329,27 +356,28 @@ class _Job:
         """The next member of the chain that waits for a decision."""
         return self.part.program.members[self.pending[0]] if self.pending else None
 
-    def measured(self, sums: Iterable[Any]) -> None:
-        """Add the scalars that the front member derives from its sums."""
-        at = self.pending[0]
-        member = self.part.program.members[at]
-        assert member.measured is not None
-        columns = self.batch.scalars[at]
-        h = SimpleNamespace(**{name: np.array(values) for name, values in columns.items()})
-        with np.errstate(all="ignore"):
-            values = member.measured(_XP, h, *sums)
-        columns |= _columns(values, len(self.part.rows))
-
     def sums(self) -> Sequence[Any]:
         """The front member's sums, one value a parameter."""
         return self.part.backend.sums(self.batch, self.pending[0])
 
 
-def _columns(values: dict[str, Any], rows: int) -> dict[str, Any]:
-    """Every scalar as a column with one value a row."""
-    if rows == 1:
-        return {name: [value.item() if isinstance(value, (np.ndarray, np.generic)) else value] for name, value in values.items()}
-    return {name: value if isinstance(value, np.ndarray) else [value] * rows for name, value in values.items()}
+def _traced_scalars(part: _Part, state: State, keys: Sequence[int]) -> list[dict[str, Sequence[Any]]]:
+    """The scalars of each row on its own: arrays and tracers are not to be put together only to be taken apart again."""
+    made: dict[Any, list[dict[str, Any]]] = {}
+    for group, counter in part.rows:
+        if (group, counter) not in made:
+            rules = [rule.at(state.step) for rule in state.rules[group].members]
+            step = state.counters[counter] + 1
+            made[group, counter] = [
+                rule.scalars(step, **state.memory.get(member.name, {}))
+                for member, rule in zip(part.program.members, rules, strict=True)
+            ]
+    scalars = []
+    for at, member in enumerate(part.program.members):
+        rows = [made[row][at] for row in part.rows]
+        columns: dict[str, Sequence[Any]] = {name: [each[name] for each in rows] for name in rows[0]}
+        scalars.append({**columns, "key": keys} if member.keyed else columns)
+    return scalars
 
 
 def _decide(jobs: list[_Job], state: State) -> Any:
@@ -358,26 +386,51 @@ def _decide(jobs: list[_Job], state: State) -> Any:
     while True:
         for job in jobs:
             while job.front is not None and job.front.scope == "leaf":
-                job.measured(job.sums())
-                job.pending.pop(0)
+                job.part.backend.decide(job.batch, job.pending.pop(0))
         waiting = [job for job in jobs if job.front is not None]
         if not waiting:
             return memory
         member = _next_for_all(waiting)
         here = [job for job in waiting if job.front is member or (job.front and job.front.name == member.name)]
         if member.measure is not None:
-            totals = [sum(float(np.sum(part)) for part in parts) for parts in zip(*(job.sums() for job in here), strict=True)]
+            totals = [reduce(add, map(_total, parts)) for parts in zip(*(job.sums() for job in here), strict=True)]
             for job in here:
-                job.measured(totals)
+                derive(job.batch, job.pending[0], totals)
+        passed = here[0].passed
+        before = memory.get(member.name, {})
         if member.apply_tree is not None:
-            memory = {**memory, member.name: _over_tree(member, here, memory[member.name])}
+            memory = {**memory, member.name: _over_tree(member, here, before)}
         h = here[0].batch.h(here[0].pending[0], 0)
         if member.remember is not None:
-            memory = {**memory, member.name: {k: _number(v) for k, v in member.remember(h, **memory[member.name]).items()}}
+            memory = {**memory, member.name: {k: _kept(v, before[k]) for k, v in member.remember(h, **before).items()}}
+        if passed is not True and before:
+            memory = {**memory, member.name: _chosen(passed, memory[member.name], before)}
         for job in here:
             at = job.pending.pop(0)
-            if member.gate and not h.open:
+            if member.gate and _is_traced(h.open):
+                job.batch.gates.append((at, h.open))
+                job.passed = h.open if job.passed is True else job.passed & h.open
+            elif member.gate and not h.open:
                 job.open, job.length, job.pending = False, at + 1, []
+
+
+def _total(part: Any) -> Any:
+    """The sum over parameters: a number, or a traced one."""
+    return reduce(add, part) if isinstance(part, list) else float(np.sum(part))
+
+
+def _is_traced(value: Any) -> bool:
+    """Whether the value is not there yet."""
+    return "Tracer" in type(value).__name__
+
+
+def _chosen(condition: Any, new: Any, old: Any) -> Any:
+    """The new memory of a rule where a traced condition holds, else the old."""
+    if isinstance(new, Mapping):
+        return {name: _chosen(condition, new[name], old[name]) for name in new}
+    if isinstance(new, tuple) and isinstance(old, tuple):
+        return tuple(_chosen(condition, a, b) for a, b in zip(new, old, strict=True))
+    return new if new is old else namespace_of(condition).where(condition, new, old)
 
 
 def _over_tree(member: Member, jobs: list[_Job], memory: Any) -> dict[str, Any]:
@@ -405,5 +458,8 @@ def _next_for_all(waiting: list[_Job]) -> Member:
     return waiting[0].front  # type: ignore[return-value]
 
 
-def _number(value: Any) -> Any:
-    return value.item() if isinstance(value, (np.ndarray, np.generic)) else value
+def _kept(new: Any, old: Any) -> Any:
+    """What a rule keeps: a plain number, or an array of the very type of the old one, so that nothing is compiled twice."""
+    if hasattr(old, "dtype") and hasattr(old, "shape"):
+        return namespace_of(old).asarray(new, dtype=old.dtype)
+    return new.item() if isinstance(new, (np.ndarray, np.generic)) else new

@@ -3,16 +3,31 @@
 from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from optimisers.backends.arrays import compute_dtype, dtype_name, namespace_of, numpy_dtype, real_dtype, trainable_dtype
-from optimisers.backends.base import Batch, check, mask_of
+from optimisers.backends.arrays import compute_dtype, dtype_name, library_of, namespace_of, numpy_dtype, real_dtype, trainable_dtype
+from optimisers.backends.base import Batch, check, columns_of, mask_of
 from optimisers.errors import HyperparameterError
 from optimisers.rules.program import Program
 
-__all__ = ["Namespace", "fuses", "namespace", "prepare", "reached", "run", "sums", "wide", "zeros"]
+__all__ = [
+    "NAMESPACES",
+    "Namespace",
+    "decide",
+    "derive",
+    "fuses",
+    "namespace",
+    "prepare",
+    "reached",
+    "run",
+    "sums",
+    "sums_of",
+    "wide",
+    "zeros",
+]
 
 _BLOCK = 16_384
 
@@ -35,6 +50,7 @@ class Namespace:
         self.conj = library.conj
         # For rules on whole arrays.
         self.matmul = library.matmul
+        self.vecdot = library.vecdot
         self.sum = library.sum
         self.mean = library.mean
 
@@ -84,15 +100,18 @@ class Namespace:
 
     def round_at_random(self, x: Any, bits: int, key: tuple[Any, ...]) -> Any:
         """Real numbers rounded at random to a neighbour with so many bits of precision, told by the key alone."""
-        drawn = np.random.default_rng([int(part) for part in key]).random(tuple(x.shape))
         size = self.abs(x)
         usual = self.isfinite(x) & (size > 0)
         # The distance between neighbours is a power of two.
         exponent = self._library.floor(self._library.log2(self.where(usual, size, 1.0))) - (bits - 1)
         unit = 2.0**exponent
         down = self._library.floor(x / unit)
-        up = x / unit - down > self._library.asarray(drawn.astype(dtype_name(x)))
+        up = x / unit - down > self._uniform(x, key)
         return self.where(usual, self.where(up, down + 1, down) * unit, x)
+
+    def _uniform(self, like: Any, key: tuple[Any, ...]) -> Any:
+        drawn = np.random.default_rng([int(part) for part in key]).random(tuple(like.shape))
+        return self._library.asarray(drawn.astype(dtype_name(like)))
 
     def where(self, condition: Any, x: Any, y: Any) -> Any:
         """x where the condition holds, else y."""
@@ -117,9 +136,13 @@ class Namespace:
         return self.minimum(self.maximum(x, low), high)
 
 
+NAMESPACES: dict[str, type[Namespace]] = {}
+"""For libraries that need more than the array API: the class of their functions for kernels."""
+
+
 @cache
 def _namespace(library: Any, dtype: str) -> Namespace:
-    return Namespace(library, dtype)
+    return NAMESPACES.get(library.__name__, Namespace)(library, dtype)
 
 
 def namespace(library: Any, dtype: str = "float64") -> Namespace:
@@ -189,20 +212,45 @@ def _written(old: np.ndarray, new: np.ndarray) -> np.ndarray:
     return new
 
 
-def sums(batch: Batch, member: int) -> Sequence[np.ndarray]:
+def decide(batch: Batch, member: int) -> None:
+    """Add the scalars that a member derives from the sums over each parameter."""
+    derive(batch, member, sums(batch, member))
+
+
+def derive(batch: Batch, member: int, totals: Sequence[Any]) -> None:
+    """Add the scalars that a member derives from sums: numbers for all rows of the table alike, or one for each."""
+    form, columns = batch.program.members[member], batch.scalars[member]
+    assert form.measured is not None
+    if batch.library != "jax":
+        h = SimpleNamespace(**{name: np.array(values) for name, values in columns.items()})
+        with np.errstate(all="ignore"):
+            values = form.measured(namespace(np), h, *(np.asarray(total) for total in totals))
+        columns |= columns_of(values, batch.rows)
+        return
+    xp = namespace(_import("jax"))
+    derived = []
+    for row in range(batch.rows):
+        h = SimpleNamespace(**{name: values[row] for name, values in columns.items()})
+        here = [total[row] if isinstance(total, (list, tuple)) else total for total in totals]
+        derived.append(form.measured(xp, h, *here))
+    columns |= {name: [each[name] for each in derived] for name in derived[0]}
+
+
+def sums(batch: Batch, member: int) -> Sequence[Any]:
     """The sums of one member's measure, in float64."""
-    totals = [_sums(batch, member, at) for at in range(len(batch.params))]
-    return list(np.array(totals, np.float64).T)
+    totals = [sums_of(batch, member, at) for at in range(len(batch.params))]
+    return list(zip(*totals, strict=True)) if batch.library == "jax" else list(np.array(totals, np.float64).T)
 
 
-def _sums(batch: Batch, member: int, at: int) -> list[float]:
+def sums_of(batch: Batch, member: int, at: int) -> list[Any]:
+    """The sums of one member's measure over one parameter."""
     program = batch.program
     measure = program.members[member].measure
     assert measure is not None
     h = [batch.h(k, at) for k in range(member + 1)]
     whole = batch.prepared is None or not program.head(member).elementwise
     rows = _row_mask(batch.live_rows[at], batch.shapes[at]) if whole else None
-    total = [0.0] * program.members[member].sums
+    total: list[Any] = [0.0] * program.members[member].sums
     with np.errstate(all="ignore"):
         for xp, g, p, slots in _pieces(batch, at, whole):
             g, p, _ = _through(batch, at, xp, g, p, h[:member], slots)
@@ -285,8 +333,7 @@ def _kept(library: Any, before: Any, value: Any, rows: np.ndarray | None, *, cop
     value = library.astype(library.broadcast_to(value, before.shape), before.dtype, copy=copy)
     if rows is None or tuple(before.shape[:1]) != rows.shape:
         return value
-    mask = library.reshape(library.asarray(rows), (-1, *(1,) * (len(before.shape) - 1)))
-    return library.where(mask, value, before)
+    return library.where(_beside(library, rows, len(before.shape)), value, before)
 
 
 def _moved(
@@ -345,8 +392,7 @@ def _pieces(batch: Batch, at: int, whole: bool) -> Iterator[tuple[Namespace, Any
     rows = _row_mask(batch.live_rows[at], batch.shapes[at])
     g, p = batch.grads[at], batch.params[at]
     if rows is not None:
-        mask = library.reshape(library.asarray(rows), (-1, *(1,) * (len(p.shape) - 1)))
-        g = library.where(mask, g, library.zeros_like(g))
+        g = library.where(_beside(library, rows, len(p.shape)), g, library.zeros_like(g))
     compute = compute_dtype(batch.dtype)
     dtype = getattr(library, compute)
     slots = [_cast(library, slot, dtype) for slot in batch.slots[at]]
@@ -411,11 +457,19 @@ def wide(array: Any) -> Any:
     return library.astype(array, library.result_type(getattr(library, name)), copy=False)
 
 
-def _sum(part: Any, gradient: Any, rows: np.ndarray | None) -> float:
+def _beside(library: Any, rows: np.ndarray, ndim: int) -> Any:
+    """A mask of rows that broadcasts against arrays of so many axes."""
+    return library.reshape(library.asarray(rows), (-1, *(1,) * (ndim - 1)))
+
+
+def _sum(part: Any, gradient: Any, rows: np.ndarray | None) -> Any:
     """The sum of what `measure` returned for each element; or the same number for all of them."""
     library = np if isinstance(gradient, (np.ndarray, np.generic)) else namespace_of(gradient)
     live: Any = library.broadcast_to(library.asarray(part), gradient.shape)
-    return float(library.sum(live if rows is None else live[library.asarray(rows)]))
+    if rows is not None:
+        live = library.where(_beside(library, rows, live.ndim), live, library.zeros_like(live))
+    total = library.sum(live)
+    return total if library_of(gradient) == "jax" else float(total)
 
 
 def _import(library: str) -> Any:

@@ -11,7 +11,7 @@ from optimisers.backends.arrays import dtype_name, library_of, trainable_dtype
 from optimisers.errors import DtypeError, GradientError, ModelError, ShapeError
 from optimisers.rules.program import Program
 
-__all__ = ["Backend", "Batch", "Runs", "check", "check_gradient", "check_parameter", "mask_of"]
+__all__ = ["Backend", "Batch", "Runs", "check", "check_gradient", "check_parameter", "columns_of", "mask_of"]
 
 Runs = tuple[tuple[int, int], ...]
 """Ranges of rows (start, stop), ascending and apart."""
@@ -43,12 +43,26 @@ class Batch:
     """For each parameter, its row of the table."""
     outcomes: dict[int, list[tuple[Any, tuple[Any, ...]]]] = field(default_factory=dict)
     """For members that act on the whole tree: what came out for each parameter, the step and the slots."""
+    gates: list[tuple[int, Any]] = field(default_factory=list)
+    """Members whose gate is known only when the traced program runs, each with the scalar that opens it."""
     prepared: Any = None
+
+    @property
+    def rows(self) -> int:
+        """The rows of the table of scalars."""
+        return int(max(self.row, default=0)) + 1
 
     def h(self, member: int, at: int) -> SimpleNamespace:
         """The scalars of one member for one parameter, as a kernel receives them."""
         row = self.row[at]
         return SimpleNamespace(**{name: _plain(values[row]) for name, values in self.scalars[member].items()})
+
+
+def columns_of(values: dict[str, Any], rows: int) -> dict[str, Any]:
+    """Every scalar as a column with one value a row."""
+    if rows == 1:
+        return {name: [value.item() if isinstance(value, (np.ndarray, np.generic)) else value] for name, value in values.items()}
+    return {name: value if isinstance(value, np.ndarray) else [value] * rows for name, value in values.items()}
 
 
 def _plain(value: Any) -> Any:
@@ -69,6 +83,10 @@ class Backend(Protocol):
 
     def prepare(self, batch: Batch) -> None:
         """Check the arrays of a batch, raising before anything changed, and bring them into the form that `run` needs."""
+        ...
+
+    def decide(self, batch: Batch, member: int) -> None:
+        """Add the scalars that a member derives from its sums over each parameter, unless `run` does so itself."""
         ...
 
     def sums(self, batch: Batch, member: int) -> Sequence[Any]:

@@ -38,6 +38,10 @@ def backend_for(library: str, program: Program, dtypes: tuple[str, ...]) -> Back
 
         if numba.fuses(program, dtypes):
             return numba
+    if library == "jax" and not _reference_only.get():
+        from optimisers.backends import jax
+
+        return jax
     return array_api
 
 

@@ -16,13 +16,13 @@ import numpy as np
 from numba import carray  # type: ignore[attr-defined]  # Numba exports it without saying so
 
 from optimisers.backends import array_api
-from optimisers.backends.array_api import Prepared, element_ranges, finish_numpy, prepare_numpy, reached, zeros
+from optimisers.backends.array_api import Prepared, derive, element_ranges, finish_numpy, prepare_numpy, reached, zeros
 from optimisers.backends.arrays import real_dtype
 from optimisers.backends.base import Batch, check
 from optimisers.backends.loops import DTYPES, compile_at_once, loop, pointer
 from optimisers.rules.program import Program
 
-__all__ = ["fuses", "prepare", "reached", "run", "sums", "zeros"]
+__all__ = ["decide", "fuses", "prepare", "reached", "run", "sums", "zeros"]
 
 _CHUNK = 16_384
 _BATCHES = 64
@@ -154,6 +154,11 @@ def _read_slots(batch: Batch, expected: _Expected, addresses: np.ndarray) -> boo
         batch.addresses.clear()
     batch.addresses[key] = addresses[2:].copy()
     return True
+
+
+def decide(batch: Batch, member: int) -> None:
+    """Add the scalars that a member derives from the sums over each parameter."""
+    derive(batch, member, sums(batch, member))
 
 
 def sums(batch: Batch, member: int) -> Sequence[np.ndarray]:

@@ -107,6 +107,11 @@ class Layout:
         return f"Layout({len(self.parameters)} parameters, {len(self.programs)} groups)"
 
     @cached_property
+    def libraries(self) -> frozenset[str]:
+        """The array libraries of the parameters."""
+        return frozenset(parameter.library for parameter in self.parameters)
+
+    @cached_property
     def index(self) -> dict[Path, int]:
         """The number of the parameter at each path, canonical or alias."""
         return {path: at for at, parameter in enumerate(self.parameters) for path in parameter.paths}

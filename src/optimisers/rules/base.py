@@ -12,7 +12,7 @@ import numpy as np
 
 from optimisers.errors import HyperparameterError, suggest
 
-__all__ = ["COPY", "LIKE", "REAL", "Hyper", "Rule", "Slot", "rule", "stack"]
+__all__ = ["COPY", "LIKE", "REAL", "Hyper", "Rule", "Slot", "join", "rule", "split", "stack"]
 
 Hyper: TypeAlias = Any
 """A hyperparameter: a number, or a schedule, which is any function of the state's step (counted from 0).
@@ -384,6 +384,60 @@ def stack(rules: Sequence[Rule]) -> Rule:
     return first.with_values(columns)
 
 
+def split(rule: Rule) -> tuple[Rule, list[Any]]:
+    """A rule without its numbers, which says which functions they go into, and the numbers, in order."""
+    if rule.members != (rule,):
+        parts = [split(member) for member in rule.members]
+        return type(rule)(*(form for form, _ in parts)), [number for _, own in parts for number in own]
+    numbers: list[Any] = []
+
+    def taken(name: str, value: Any) -> Any:
+        if name in rule.options or not _is_number(value):
+            return value
+        numbers.append(value)
+        return _NUMBER
+
+    form = {
+        name: tuple([taken(name, part) for part in value]) if isinstance(value, tuple) else taken(name, value)
+        for name, value in rule.hyperparameters.items()
+    }
+    return rule.with_values(form), numbers
+
+
+def join(form: Rule, numbers: Iterable[Any]) -> Rule:
+    """The rule that `split` took apart, with numbers of any kind."""
+    left = iter(numbers)
+    if form.members != (form,):
+        return type(form)(*[join(member, left) for member in form.members])
+
+    def given(value: Any) -> Any:
+        return next(left) if value is _NUMBER else value
+
+    values = {
+        name: tuple(map(given, value)) if isinstance(value, tuple) else given(value) for name, value in form.hyperparameters.items()
+    }
+    return form.with_values(values)
+
+
+class _Number:
+    """Stands where a rule has a number."""
+
+    def __repr__(self) -> str:
+        return "…"
+
+    def __reduce__(self) -> str:
+        return "_NUMBER"
+
+
+_NUMBER = _Number()
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value is a number, on its own or in an array without axes or one axis for each member of an ensemble."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number or (hasattr(value, "dtype") and hasattr(value, "shape"))
+
+
 def _is_data(value: Any, like: Any = None) -> bool:
     """Whether a value is a number or a schedule, or as many of them as another value holds."""
     if isinstance(like, tuple) or (like is None and isinstance(value, tuple)):
@@ -453,4 +507,6 @@ def _plain(value: Any) -> Any:
 def _show(value: Any) -> str:
     if isinstance(value, tuple):
         return f"({', '.join(_show(part) for part in value)})"
+    if getattr(value, "shape", None) == () and hasattr(value, "__array__") and "Tracer" not in type(value).__name__:
+        return str(np.asarray(value))
     return getattr(value, "__qualname__", None) or repr(value)

@@ -128,7 +128,8 @@ def _column(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _rms(xp: Any, x: Any) -> Any:
-    return xp.sqrt(xp.mean(xp.abs2(x)))
+    """The root of the mean square, without an array of all squares."""
+    return xp.sqrt(xp.mean(xp.real(xp.vecdot(x, x))) / x.shape[-1]) if x.ndim else xp.sqrt(xp.abs2(x))
 
 
 @cache
@@ -136,21 +137,23 @@ def _adafactor(factored: bool, relative_step: bool, scale_parameter: bool, own_e
     def apply(xp: Any, g: Any, p: Any, h: Any, slots: Any) -> Any:
         if 0 in g.shape:
             return g, slots
+        # A pass over a large array costs more than all arithmetic, so roots are taken of rows and columns.
         tiny = h.tiny if own_eps else xp.epsilon(p)
         square = xp.abs2(g)
         if factored:
             row = slots[0] + h.w * (xp.mean(square, axis=-1, keepdims=True) - slots[0])
             column = slots[1] + h.w * (xp.mean(square, axis=-2, keepdims=True) - slots[1])
-            nu = row * column / xp.maximum(xp.mean(row, axis=-2, keepdims=True), tiny)
+            root = xp.sqrt(row / xp.maximum(xp.mean(row, axis=-2, keepdims=True), tiny)) * xp.sqrt(column)
             new: tuple[Any, ...] = (row, column)
         else:
             nu = slots[0] + h.w * (square - slots[0])
+            root = xp.sqrt(nu)
             new = (nu,)
-        step = g / xp.sqrt(xp.maximum(nu, tiny * tiny))
+        step = g / xp.maximum(root, tiny)
         rate = xp.minimum(h.lr, h.relative) if relative_step else h.lr
         rate = rate * xp.maximum(_rms(xp, p), h.least) if scale_parameter else rate
         step = step * (rate / xp.maximum(_rms(xp, step) / h.d, h.one))
-        return step + h.decay * p, new
+        return (step if isinstance(h.decay, float) and h.decay == 0 else step + h.decay * p), new
 
     return apply
 

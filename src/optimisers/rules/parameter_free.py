@@ -137,7 +137,7 @@ class ScheduleFree(Rule):
             )
 
     def scalars(self, step: Any, largest: Any, weights: Any, evaluating: Any) -> dict[str, Any]:
-        if isinstance(evaluating, int) and evaluating:
+        if "Tracer" not in type(evaluating).__name__ and evaluating:
             raise StateError(
                 "the model holds its evaluation weights; call optimisers.training(state, model) before the next update"
             )

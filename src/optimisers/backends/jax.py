@@ -1,0 +1,150 @@
+"""JAX arrays: the step of each parameter as one compiled function, inside a trace or outside of one.
+
+The function is the reference backend's, on a batch of one, under `jax.jit`: parameters of one shape share it, and the trace of a
+whole model holds a call for each.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optimisers.backends import array_api
+from optimisers.backends.array_api import Namespace
+from optimisers.backends.base import Batch, check
+from optimisers.rules.program import Program
+
+__all__ = ["decide", "fuses", "prepare", "reached", "run", "sums", "zeros"]
+
+
+class _Namespace(Namespace):
+    """The functions for kernels, with JAX's own random numbers."""
+
+    def normal(self, like: Any, key: tuple[Any, ...]) -> Any:
+        """Gaussian numbers in the shape and dtype of an array, told by the key alone."""
+        return jax.random.normal(_folded(key), like.shape, like.dtype)
+
+    def _uniform(self, like: Any, key: tuple[Any, ...]) -> Any:
+        return jax.random.uniform(_folded(key), like.shape, like.dtype)
+
+
+def _folded(key: tuple[Any, ...]) -> Any:
+    folded = jax.random.key(0)
+    for part in key:
+        folded = jax.random.fold_in(folded, part)
+    return folded
+
+
+array_api.NAMESPACES["jax.numpy"] = _Namespace
+
+
+def fuses(program: Program, dtypes: tuple[str, ...]) -> bool:
+    """Any program on any dtype."""
+    return True
+
+
+def zeros(shape: tuple[int, ...], dtype: str, library: str, device: Any) -> Any:
+    """A fresh slot."""
+    return jnp.zeros(shape, dtype, device=device)
+
+
+def prepare(batch: Batch) -> None:
+    """Check the arrays."""
+    check(batch)
+
+
+def decide(batch: Batch, member: int) -> None:
+    """Nothing yet: what is decided for one parameter is part of its compiled function."""
+
+
+def sums(batch: Batch, member: int) -> Sequence[Any]:
+    """The sums of one member's measure, for each of them a list over the parameters."""
+    found = [_measured(batch, at, member) for at in range(len(batch.params))]
+    return [list(parts) for parts in zip(*found, strict=True)]
+
+
+def reached(batch: Batch, member: int) -> Sequence[tuple[Any, Any, tuple[Any, ...]]]:
+    """For each parameter what reaches one member."""
+    return [_reached(batch, at, member) for at in range(len(batch.params))]
+
+
+def run(batch: Batch, length: int, *, step: bool) -> tuple[list[Any], list[tuple[Any, ...]]]:
+    """Run the first members on each parameter; behind a gate that is not known yet, in a branch."""
+    moved = _branch(batch, length, step, batch.gates)
+    return [param for param, _ in moved], [slots for _, slots in moved]
+
+
+def _head(batch: Batch, length: int) -> list[tuple[Any, tuple[Any, ...]]]:
+    """What a closed gate leaves: the parameters as they were, and the slots of the members up to it."""
+    if not any(member.slots for member in batch.program.members[:length]):
+        return list(zip(batch.params, batch.slots, strict=True))
+    return [(param, _stepped(batch, at, length, False)[1]) for at, param in enumerate(batch.params)]
+
+
+def _branch(batch: Batch, length: int, step: bool, gates: Sequence[tuple[int, Any]]) -> list[tuple[Any, tuple[Any, ...]]]:
+    if not step:
+        return _head(batch, length)
+    if not gates:
+        return [_stepped(batch, at, length, step) for at in range(len(batch.params))]
+    (member, is_open), *rest = gates
+    return jax.lax.cond(is_open, lambda: _branch(batch, length, step, rest), lambda: _head(batch, member + 1))
+
+
+# One parameter --------------------------------------------------------------------------------------------------------
+
+
+def _of_one(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a function of a batch of one parameter."""
+
+    @partial(jax.jit, static_argnums=(0, 1, 2))
+    def compiled(form: Any, member: int, options: Any, param: Any, grad: Any, slots: Any, scalars: Any, outcomes: Any) -> Any:
+        program, dtype, slot_dtypes, rows = form
+        batch = Batch(
+            program=program,
+            paths=("",),
+            shapes=(param.shape,),
+            dtype=dtype,
+            slot_dtypes=slot_dtypes,
+            library="jax",
+            params=[param],
+            grads=[grad],
+            slots=[slots],
+            live_rows=[rows],
+            in_place=False,
+            plan={},
+            addresses={},
+            scalars=[{name: [value] for name, value in each.items()} for each in scalars],
+            row=(0,),
+            outcomes={at: [outcome] for at, outcome in outcomes.items()},
+        )
+        for at, each in enumerate(program.members[:member]):
+            if each.measure is not None and each.scope == "leaf":
+                array_api.decide(batch, at)
+        return function(batch, member, *options)
+
+    def call(batch: Batch, at: int, member: int, *options: Any) -> Any:
+        form = (batch.program, batch.dtype, batch.slot_dtypes, batch.live_rows[at])
+        row = batch.row[at]
+        scalars = [{name: values[row] for name, values in each.items()} for each in batch.scalars]
+        outcomes = {k: each[at] for k, each in batch.outcomes.items()}
+        return compiled(form, member, options, batch.params[at], batch.grads[at], batch.slots[at], scalars, outcomes)
+
+    return call
+
+
+@_of_one
+def _measured(batch: Batch, member: int) -> list[Any]:
+    return array_api.sums_of(batch, member, 0)
+
+
+@_of_one
+def _reached(batch: Batch, member: int) -> tuple[Any, Any, tuple[Any, ...]]:
+    return array_api.reached(batch, member)[0]
+
+
+@_of_one
+def _stepped(batch: Batch, length: int, step: bool) -> tuple[Any, tuple[Any, ...]]:
+    params, slots = array_api.run(batch, length, step=step)
+    return params[0], slots[0]

@@ -1,0 +1,296 @@
+"""Steps inside JAX's transformations."""
+
+import copy
+import pickle
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optimisers as op
+from optimisers.interop.optax import as_optax, from_optax
+from optimisers.schedules import Cosine, warmup
+from tests.conftest import RULES, leaf, trains
+
+SHAPES = {"w": (3, 4), "b": (4,), "s": ()}
+
+
+def _model(dtype: str = "float32") -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    return {name: jnp.asarray(rng.normal(size=shape), dtype) for name, shape in SHAPES.items()}
+
+
+def _grads(step: int, dtype: str = "float32") -> dict[str, Any]:
+    rng = np.random.default_rng(step + 1)
+    return {name: jnp.asarray(rng.normal(size=shape), dtype) for name, shape in SHAPES.items()}
+
+
+class Counted:
+    """`update` under `jit`, and how often it was traced."""
+
+    def __init__(self) -> None:
+        self.traces = 0
+        self.step = jax.jit(self._step)
+
+    def _step(self, state: Any, model: Any, grads: Any) -> Any:
+        self.traces += 1
+        return op.update(state, model, grads)
+
+
+def _types(tree: Any) -> list[Any]:
+    return [jax.typeof(leaf) for leaf in jax.tree.leaves(tree)]
+
+
+def test_a_compiled_step_is_the_step(rule: op.Rule) -> None:
+    counted = Counted()
+    model = eager = _model()
+    state, other = op.setup(rule, model), op.setup(rule, eager)
+    before = _types((state, model)), jax.tree.structure((state, model))
+    for step in range(5):
+        state, model = counted.step(state, model, _grads(step))
+        other, eager = op.update(other, eager, _grads(step))
+        # The counts of a model that steps as a whole are one, so nothing changes but numbers.
+        assert (_types((state, model)), jax.tree.structure((state, model))) == before
+    assert counted.traces == 1
+    assert int(state.step) == int(other.step)
+    for name, array in eager.items():
+        np.testing.assert_allclose(model[name], array, rtol=3e-5, atol=3e-6)
+
+
+def test_half_precision_keeps_its_dtypes_in_a_compiled_step() -> None:
+    rule = op.Chain(op.MixedPrecision(), op.StochasticRounding(), op.Adam(0.1))
+    model = _model("bfloat16")
+    state = op.setup(rule, model)
+    before = _types((state, model))
+    state, model = jax.jit(op.update)(state, model, _grads(0, "bfloat16"))
+    assert _types((state, model)) == before
+
+
+def test_hyperparameters_and_schedules_do_not_compile_anew() -> None:
+    counted = Counted()
+    model = _model()
+    state = op.setup(op.Chain(op.ClipGlobalNorm(1.0), op.AdamW(warmup(Cosine(0.1, 10), 2))), model)
+    for step in range(4):
+        state, model = counted.step(state, model, _grads(step))
+    assert counted.traces == 1
+    state = op.setup(op.AdamW(0.1), _model())
+    for step in range(6):
+        state, model = counted.step(state, model, _grads(step))
+        state = state.adjust(lr=0.1 / (step + 1), betas=(0.5, 0.6))
+    assert counted.traces == 2
+
+
+def test_freezing_and_thawing_compile_once_each() -> None:
+    counted = Counted()
+    model = _model()
+    state = op.setup(op.Adam(0.1), model)
+    for _ in range(2):
+        for step in range(2):
+            state, model = counted.step(state, model, _grads(step))
+        before = np.asarray(model["w"])
+        state = state.freeze("w")
+        for step in range(2):
+            state, model = counted.step(state, model, _grads(step))
+        assert (np.asarray(model["w"]) == before).all()
+        state = state.thaw()
+    state, model = counted.step(state, model, _grads(0))
+    # With all, without w, and with all again, where w has a count of its own.
+    assert counted.traces == 3
+    assert {str(path): int(leaf(state, path).step) for path in state} == {"w": 5, "b": 9, "s": 9}
+
+
+def test_the_frozen_part_is_gone_from_the_program() -> None:
+    model = {"small": jnp.ones((10, 10)), "large": jnp.ones((100, 100))}
+    state = op.setup(op.Adam(0.1), model)
+
+    def flops(state: Any) -> float:
+        cost = jax.jit(op.update).lower(state, model, model).compile().cost_analysis()
+        assert cost is not None
+        return cost["flops"]
+
+    assert flops(state.freeze("large")) < 0.02 * flops(state)
+
+
+def test_one_array_at_two_places_stays_one() -> None:
+    w = jnp.ones((2, 3))
+    model = {"embed": w, "head": w}
+    state = op.setup(op.Adam(0.1), model)
+    step = jax.jit(op.update, donate_argnums=(0, 1))
+    state, model = jax.jit(op.update)(state, model, {"embed": w, "head": None})
+    for _ in range(100):
+        state, model = step(state, jax.tree.map(jnp.copy, model), {"embed": w * 0.5, "head": w * 0.25})
+        assert (model["embed"] == model["head"]).all()
+    assert len(state) == 1
+    assert int(leaf(state, "head").step) == 101
+
+
+def test_model_and_state_can_be_donated() -> None:
+    model = _model()
+    state = op.setup(op.Chain(op.Adam(0.1), op.Average()), model)
+    step = jax.jit(op.update, donate_argnums=(0, 1))
+    for k in range(3):
+        state, model = step(state, model, _grads(k))
+    assert int(state.step) == 3
+
+
+def test_scan_takes_steps() -> None:
+    model = _model()
+    state = op.setup(op.AdamW(0.1), model)
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(_grads(k) for k in range(4)))
+
+    def body(carry: Any, grads: Any) -> Any:
+        return op.update(carry[0], carry[1], grads), None
+
+    # Counts that begin as numbers of Python are of the weak type that a step returns.
+    (state, model), _ = jax.lax.scan(body, (state, model), stacked)
+    other, eager = op.setup(op.AdamW(0.1), _model()), _model()
+    for k in range(4):
+        other, eager = op.update(other, eager, _grads(k))
+    np.testing.assert_allclose(model["w"], eager["w"], rtol=1e-5)
+
+
+def test_an_ensemble_is_trained_under_vmap() -> None:
+    many = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf * 2]), _model())
+    rule = op.Chain(op.ClipGlobalNorm(1.0), op.AdamW(0.1))
+    state = jax.vmap(lambda model: op.setup(rule, model))(many)
+    for k in range(2):
+        both = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf * 2]), _grads(k))
+        state, many = jax.vmap(op.update)(state, many, both)
+    for at, factor in enumerate((1.0, 2.0)):
+        model = jax.tree.map(lambda leaf, factor=factor: leaf * factor, _model())
+        alone = op.setup(rule, model)
+        for k in range(2):
+            alone, model = op.update(alone, model, jax.tree.map(lambda leaf, factor=factor: leaf * factor, _grads(k)))
+        for name, array in model.items():
+            np.testing.assert_allclose(many[name][at], array, rtol=2e-5, atol=1e-6)
+
+
+def test_setup_is_traced_and_evaluated_without_arrays() -> None:
+    model = _model()
+    shapes = jax.eval_shape(lambda model: op.setup(op.Adam(0.1), model), model)
+    assert isinstance(shapes, op.State)
+    made = jax.jit(lambda model: op.setup(op.Adam(0.1), model))(model)
+    assert jax.tree.structure(made) == jax.tree.structure(op.setup(op.Adam(0.1), model))
+    assert repr(made) == "State(step=0, 3 parameters, Adam(lr=0.1, betas=(0.9, 0.999), eps=1e-08))"
+    assert jax.tree.map(lambda leaf: leaf.shape, shapes.slots) == jax.tree.map(lambda leaf: leaf.shape, made.slots)
+
+
+def test_the_leaves_of_a_state_have_names() -> None:
+    model = {"layers": [{"weight": jnp.ones(2)}]}
+    state = op.setup(op.Chain(op.SkipNonFinite(), op.AdamW()), model)
+    names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
+    assert names == [
+        ".layers.0.weight.mu",
+        ".layers.0.weight.nu",
+        ".counters[0]",
+        ".step",
+        ".rules[0].members[1].lr",
+        ".rules[0].members[1].betas[0]",
+        ".rules[0].members[1].betas[1]",
+        ".rules[0].members[1].eps",
+        ".rules[0].members[1].weight_decay",
+        ".memory.skipnonfinite.skipped",
+    ]
+
+
+def test_a_gate_closes_inside_a_program() -> None:
+    counted = Counted()
+    model = _model()
+    state = op.setup(op.Chain(op.SkipNonFinite(), op.AccumGrad(2), op.Adam(0.1)), model)
+    broken = {**_grads(0), "b": jnp.full(4, jnp.nan, "float32")}
+    for k, grads in enumerate((_grads(0), broken, _grads(1), _grads(2))):
+        state, model = counted.step(state, model, grads)
+        moved = any((model[name] != _model()[name]).any() for name in model)
+        assert moved == (k >= 2)
+    assert counted.traces == 1
+    assert (int(state.step), int(leaf(state, "w").step)) == (1, 1)
+    assert {name: {each: int(value) for each, value in own.items()} for name, own in state.memory.items()} == {
+        "skipnonfinite": {"skipped": 1},
+        "accumgrad": {"filled": 1},
+    }
+
+
+def test_parameters_behind_a_gate_and_others_have_counts_of_their_own() -> None:
+    model = _model()
+    rules = {"w": op.Chain(op.AccumGrad(2), op.Adam(0.1)), "**": op.Adam(0.1)}
+    state = op.setup(rules, model)
+    for k in range(4):
+        state, model = jax.jit(op.update)(state, model, _grads(k))
+    assert {str(path): int(leaf(state, path).step) for path in state} == {"w": 2, "b": 4, "s": 4}
+    assert int(state.step) == 4
+
+
+def test_frozen_rows_stay_in_a_compiled_step() -> None:
+    model = _model()
+    state = op.setup(op.AdamW(0.1), model).freeze("w", rows=[1])
+    _, after = jax.jit(op.update)(state, model, _grads(0))
+    assert (after["w"][1] == model["w"][1]).all()
+    assert (after["w"][0] != model["w"][0]).all()
+
+
+def test_a_state_from_a_program_is_a_state() -> None:
+    model = _model()
+    state, model = jax.jit(op.update)(op.setup(op.AdamW(0.1), model), model, _grads(0))
+    assert repr(state) == "State(step=1, 3 parameters, AdamW(lr=0.1, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.01))"
+    assert "w" in str(op.summary(state))
+    for same in (pickle.loads(pickle.dumps(state)), copy.deepcopy(state)):
+        assert same == state
+    after = state.freeze("w").adjust("b", lr=0.2).thaw().reset("s")
+    assert {str(path): int(leaf(after, path).step) for path in after} == {"w": 1, "b": 1, "s": 0}
+    assert after.replace(op.Adam(0.1))["w"].slots["mu"] is state["w"].slots["mu"]
+
+
+def test_errors_come_while_tracing() -> None:
+    model = _model()
+    state = op.setup(op.Adam(0.1), model)
+    with pytest.raises(op.errors.ShapeError, match="w: the gradient has shape"):
+        jax.jit(op.update)(state, model, {**_grads(0), "w": jnp.ones((3, 1))})
+    with pytest.raises(op.errors.ModelError, match="w: the state was made for shape"):
+        jax.jit(op.update)(state, {**model, "w": jnp.ones((3, 1))}, _grads(0))
+    with pytest.raises(op.errors.DtypeError, match="b: the gradient has dtype int"):
+        jax.jit(op.update)(state, model, {**_grads(0), "b": jnp.ones(4, int)})
+    with pytest.raises(op.errors.ModelError, match="b: the state has a parameter here, but the model holds None"):
+        jax.jit(op.update)(state, {**model, "b": None}, _grads(0))
+
+
+# Optax ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [name for name in RULES if trains(RULES[name], (3,), "float32")])
+def test_a_rule_is_a_transformation_in_a_compiled_step(name: str) -> None:
+    transformation = as_optax(RULES[name])
+    params = _model()
+
+    @jax.jit
+    def step(params: Any, state: Any, grads: Any) -> Any:
+        updates, state = transformation.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = transformation.init(params)
+    other, eager = op.setup(RULES[name], _model()), _model()
+    for k in range(3):
+        params, state = step(params, state, _grads(k))
+        other, eager = op.update(other, eager, _grads(k))
+    for name, array in eager.items():
+        np.testing.assert_allclose(params[name], array, rtol=3e-5, atol=3e-6)
+
+
+@pytest.mark.parametrize(
+    "transformation",
+    [optax.adamw(0.1), optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.1)), optax.apply_if_finite(optax.adam(0.1), 3)],
+    ids=["adamw", "the norm of all", "skipped steps"],
+)
+def test_a_transformation_is_a_rule_in_a_compiled_step(transformation: Any) -> None:
+    counted = Counted()
+    model = eager = _model()
+    state, other = op.setup(from_optax(transformation), model), op.setup(from_optax(transformation), eager)
+    for k in range(3):
+        state, model = counted.step(state, model, _grads(k))
+        other, eager = op.update(other, eager, _grads(k))
+    for name, array in eager.items():
+        np.testing.assert_allclose(model[name], array, rtol=3e-5, atol=3e-6)
+    # What belongs to the tree is made at the first step.
+    assert counted.traces <= 2
