@@ -109,6 +109,13 @@ def numpy_backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
         yield request.param
 
 
+@_param(tuple(each for each in BACKENDS if "bfloat16" in each.dtypes))
+def half_backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
+    """Every backend that has half precision in turn, switched on."""
+    with request.param.active():
+        yield request.param
+
+
 @_param(SHARING_BACKENDS)
 def sharing_backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
     """Every backend whose arrays may share memory in turn, switched on."""

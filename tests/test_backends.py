@@ -280,6 +280,7 @@ def test_a_child_process_makes_threads_of_its_own() -> None:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore", RuntimeWarning)  # JAX says the same
         child = os.fork()
     if child == 0:  # pragma: no cover
         _, new = op.update(state, model, one)

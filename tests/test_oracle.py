@@ -942,7 +942,10 @@ class Training(RuleBasedStateMachine):
     def freeze_or_thaw_rows(self, data: st.DataObject) -> None:
         oracle = self.world.oracle
         # Rows are those of the parameter, so they are told where it is seen as it is.
-        keys = data.draw(st.sampled_from([keys for keys, place in self.world.places.items() if not place.look.steps]))
+        straight = [keys for keys, place in self.world.places.items() if not place.look.steps]
+        if not straight:
+            return
+        keys = data.draw(st.sampled_from(straight))
         name = self.world.places[keys].name
         if not oracle[name].value.ndim:
             return

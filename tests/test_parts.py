@@ -18,25 +18,18 @@ def _read(backend: Backend, array: Any) -> list[Any]:
     return wide(backend.read(array)).tolist()
 
 
-def _has_half(backend: Backend) -> bool:
-    if "bfloat16" not in backend.dtypes:
-        pytest.skip("no half precision")
-    return True
-
-
 # A master in single precision ------------------------------------------------------------------------------------------
 
 
-def test_a_master_gathers_steps_below_the_rounding_of_the_parameter(backend: Backend) -> None:
-    assert _has_half(backend)
-    one = {"w": backend.array([1.0], "bfloat16")}
+def test_a_master_gathers_steps_below_the_rounding_of_the_parameter(half_backend: Backend) -> None:
+    one = {"w": half_backend.array([1.0], "bfloat16")}
     for in_place in (False, True):
-        fresh = {"w": backend.array([1.0], "bfloat16")}
+        fresh = {"w": half_backend.array([1.0], "bfloat16")}
         state, model = train(op.Chain(op.MixedPrecision(), op.Descent(1e-3)), fresh, *[one] * 100, in_place=in_place)
         assert dtype_of(model["w"]) == "bfloat16"
         assert dtype_of(leaf(state, "w").slots["master"]) == "float32"
-        assert_close(backend.read(leaf(state, "w").slots["master"]), [0.9], 1e-5)
-        assert_close(backend.read(model["w"]), [0.9], 2**-8)
+        assert_close(half_backend.read(leaf(state, "w").slots["master"]), [0.9], 1e-5)
+        assert_close(half_backend.read(model["w"]), [0.9], 2**-8)
 
 
 def test_a_master_of_a_long_parameter_is_nothing(backend: Backend) -> None:
@@ -49,18 +42,17 @@ def test_a_master_of_a_long_parameter_is_nothing(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_a_master_can_be_added_and_taken_away_amid_training(backend: Backend, dtype: str) -> None:
-    assert _has_half(backend)
-    one = {"w": backend.array([1.0, -2.0], dtype)}
+def test_a_master_can_be_added_and_taken_away_amid_training(half_backend: Backend, dtype: str) -> None:
+    one = {"w": half_backend.array([1.0, -2.0], dtype)}
     state, model = train(op.Adam(1e-3), one, one, one, one)
     mu = leaf(state, "w").slots["mu"]
     state = state.replace(op.Chain(op.MixedPrecision(), op.Adam(1e-3)))
     assert leaf(state, "w").slots["mu"] is mu
     assert leaf(state, "w").step == 3
     assert "master" not in leaf(state, "w").slots
-    before = wide(backend.read(model["w"]))
+    before = wide(half_backend.read(model["w"]))
     state, model = op.update(state, model, one)
-    assert_close(backend.read(leaf(state, "w").slots["master"]), before - [1e-3, -1e-3], 1e-6)
+    assert_close(half_backend.read(leaf(state, "w").slots["master"]), before - [1e-3, -1e-3], 1e-6)
     mu = leaf(state, "w").slots["mu"]
     state = state.replace(op.Adam(1e-3))
     assert set(leaf(state, "w").slots) == {"mu", "nu"}
@@ -69,39 +61,36 @@ def test_a_master_can_be_added_and_taken_away_amid_training(backend: Backend, dt
     op.update(state, model, one)
 
 
-def test_masters_only_where_they_are_needed_and_ties_and_frozen_rows_hold(backend: Backend) -> None:
-    assert _has_half(backend)
-    table = backend.array(np.ones((3, 2)), "bfloat16")
-    model = {"embed": table, "head": table, "norm": backend.array([1.0], "float32")}
-    grads = {"embed": table, "norm": backend.array([1.0], "float32")}
+def test_masters_only_where_they_are_needed_and_ties_and_frozen_rows_hold(half_backend: Backend) -> None:
+    table = half_backend.array(np.ones((3, 2)), "bfloat16")
+    model = {"embed": table, "head": table, "norm": half_backend.array([1.0], "float32")}
+    grads = {"embed": table, "norm": half_backend.array([1.0], "float32")}
     state = op.setup(op.Chain(op.MixedPrecision(), op.Descent(1e-3)), model).freeze("embed", rows=[1])
     state, model = train(state, model, *[grads] * 100)
     assert model["embed"] is model["head"]
-    assert_close(backend.read(model["embed"]), [[0.9, 0.9], [1.0, 1.0], [0.9, 0.9]], 2**-8)
-    assert_close(backend.read(leaf(state, "embed").slots["master"])[1], [1.0, 1.0], 0.0)
+    assert_close(half_backend.read(model["embed"]), [[0.9, 0.9], [1.0, 1.0], [0.9, 0.9]], 2**-8)
+    assert_close(half_backend.read(leaf(state, "embed").slots["master"])[1], [1.0, 1.0], 0.0)
     assert not leaf(state, "norm").slots
 
 
-def test_what_follows_a_master_acts_on_it(backend: Backend) -> None:
-    assert _has_half(backend)
-    one = {"w": backend.array([1.0], "bfloat16")}
+def test_what_follows_a_master_acts_on_it(half_backend: Backend) -> None:
+    one = {"w": half_backend.array([1.0], "bfloat16")}
     rule = op.Chain(op.MixedPrecision(), op.AccumGrad(2), op.Descent(1e-3), op.Average(0.5))
     state, _ = train(rule, one, *[one] * 20)
     assert leaf(state, "w").step == 10
-    assert_close(backend.read(leaf(state, "w").slots["master"]), [0.99], 1e-5)
-    assert_close(backend.read(leaf(state, "w").slots["average"]), [0.991], 1e-5)
+    assert_close(half_backend.read(leaf(state, "w").slots["master"]), [0.99], 1e-5)
+    assert_close(half_backend.read(leaf(state, "w").slots["average"]), [0.991], 1e-5)
 
 
 # Rounding at random ----------------------------------------------------------------------------------------------------
 
 
-def test_rounding_at_random_is_unbiased_and_goes_to_neighbours(backend: Backend) -> None:
-    assert _has_half(backend)
+def test_rounding_at_random_is_unbiased_and_goes_to_neighbours(half_backend: Backend) -> None:
     # Between 1 and the number below it, a quarter of the way: 0.25 · 2⁻⁸.
     start, g = np.ones(4000), np.ones(4000)
     rule = op.Chain(op.StochasticRounding(seed=5), op.Descent(2.0**-10))
-    _, model = train(rule, {"w": backend.array(start, "bfloat16")}, {"w": backend.array(g, "bfloat16")})
-    found = wide(backend.read(model["w"]))
+    _, model = train(rule, {"w": half_backend.array(start, "bfloat16")}, {"w": half_backend.array(g, "bfloat16")})
+    found = wide(half_backend.read(model["w"]))
     assert set(found.tolist()) == {1.0, 1 - 2.0**-8}
     # Four standard deviations of the mean of so many draws.
     assert abs(found.mean() - (1 - 2.0**-10)) < 4 * 2.0**-8 * (0.25 * 0.75 / 4000) ** 0.5
@@ -118,18 +107,17 @@ def test_rounding_at_random_is_unbiased_over_seeds_paths_and_steps() -> None:
 
 
 def test_rounding_at_random_can_be_repeated_and_resumed(sharing_backend: Backend) -> None:
-    backend = sharing_backend
-    assert _has_half(backend)
+    half_backend = sharing_backend
     rule = op.Chain(op.StochasticRounding(seed=1), op.Adam(1e-3))
-    one = {"w": backend.array(np.ones(50), "bfloat16"), "v": backend.array(np.ones(50), "bfloat16")}
+    one = {"w": half_backend.array(np.ones(50), "bfloat16"), "v": half_backend.array(np.ones(50), "bfloat16")}
     state, model = train(rule, one, one, one)
     _, whole = train(state, model, one, one)
     _, again = train(rule, one, one, one, one, one)
     _, resumed = train(pickle.loads(pickle.dumps(state)), model, one, one)
-    assert bits(backend, whole["w"]) == bits(backend, again["w"]) == bits(backend, resumed["w"])
-    assert bits(backend, whole["w"]) != bits(backend, whole["v"])
+    assert bits(half_backend, whole["w"]) == bits(half_backend, again["w"]) == bits(half_backend, resumed["w"])
+    assert bits(half_backend, whole["w"]) != bits(half_backend, whole["v"])
     _, other = train(rule.adjusted(seed=2), one, one, one, one, one)
-    assert bits(backend, whole["w"]) != bits(backend, other["w"])
+    assert bits(half_backend, whole["w"]) != bits(half_backend, other["w"])
 
 
 def test_rounding_at_random_leaves_numbers_of_bfloat16_zero_and_other_dtypes_alone(sharing_backend: Backend) -> None:

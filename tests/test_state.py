@@ -506,7 +506,7 @@ def test_every_error_is_of_the_family_and_of_the_kind_one_expects() -> None:
 
 
 def test_replace_finds_the_slots_of_a_part_that_another_has_the_same_name_of() -> None:
-    state, model = _trained(op.AdaGrad(0.1))
+    state, _ = _trained(op.AdaGrad(0.1))
     other = state.replace(op.Chain(op.AccumGrad(2), op.AdaGrad(0.1)))
     assert leaf(other, "embed").slots["adagrad.total"] is leaf(state, "embed").slots["total"]
     assert leaf(other, "embed").step == 2
@@ -516,7 +516,7 @@ def test_replace_finds_the_slots_of_a_part_that_another_has_the_same_name_of() -
 
 
 def test_a_part_that_needs_the_count_from_its_beginning_takes_the_others_with_it() -> None:
-    state, model = _trained(op.Adam(0.1))
+    state, _ = _trained(op.Adam(0.1))
     other = state.replace(op.Chain(op.RAdam(0.1), op.Adam(0.1)))
     assert leaf(other, "embed").step == 0
     assert not any(slot.any() for slot in leaf(other, "embed").slots.values())

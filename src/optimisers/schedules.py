@@ -7,13 +7,13 @@ import math
 import operator
 from bisect import bisect_right
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import array_api_compat
 
 from optimisers.errors import HyperparameterError
+from optimisers.rules.base import is_traced
 
 __all__ = [
     "Constant",
@@ -402,11 +402,12 @@ def _check_numbers(schedule: Any, *names: str) -> None:
     """Check that some fields are numbers, and make Python numbers of them; a tracer stays."""
     for name in names:
         value: Any = getattr(schedule, name)
+        if is_traced(value):
+            continue
         if not _is_number(value) or value != value:
             raise HyperparameterError(f"{schedule!r}: {name} is a number")
         if hasattr(value, "item"):
-            with suppress(TypeError):  # from a tracer
-                object.__setattr__(schedule, name, value.item())
+            object.__setattr__(schedule, name, value.item())
 
 
 def _check_whole(schedule: Schedule, *names: str) -> None:

@@ -20,7 +20,7 @@ from optimisers.model.layout import Layout, slot_dtypes
 from optimisers.model.reading import Opened, open_with, picker
 from optimisers.model.slots import copied
 from optimisers.model.ties import same_memory
-from optimisers.rules.base import Rule, stack
+from optimisers.rules.base import Rule, is_traced, stack
 from optimisers.rules.program import Member
 from optimisers.state import State, check_state
 
@@ -407,7 +407,7 @@ def _decide(jobs: list[_Job], state: State) -> Any:
             memory = {**memory, member.name: _chosen(passed, memory[member.name], before)}
         for job in here:
             at = job.pending.pop(0)
-            if member.gate and _is_traced(h.open):
+            if member.gate and is_traced(h.open):
                 job.batch.gates.append((at, h.open))
                 job.passed = h.open if job.passed is True else job.passed & h.open
             elif member.gate and not h.open:
@@ -417,11 +417,6 @@ def _decide(jobs: list[_Job], state: State) -> Any:
 def _total(part: Any) -> Any:
     """The sum over parameters: a number, or a traced one."""
     return reduce(add, part) if isinstance(part, list) else float(np.sum(part))
-
-
-def _is_traced(value: Any) -> bool:
-    """Whether the value is not there yet."""
-    return "Tracer" in type(value).__name__
 
 
 def _chosen(condition: Any, new: Any, old: Any) -> Any:

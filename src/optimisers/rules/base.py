@@ -12,7 +12,7 @@ import numpy as np
 
 from optimisers.errors import HyperparameterError, suggest
 
-__all__ = ["COPY", "LIKE", "REAL", "Hyper", "Rule", "Slot", "join", "rule", "split", "stack"]
+__all__ = ["COPY", "LIKE", "REAL", "Hyper", "Rule", "Slot", "is_traced", "join", "rule", "split", "stack"]
 
 Hyper: TypeAlias = Any
 """A hyperparameter: a number, or a schedule, which is any function of the state's step (counted from 0).
@@ -432,6 +432,11 @@ class _Number:
 _NUMBER = _Number()
 
 
+def is_traced(value: Any) -> bool:
+    """Whether a value stands for one that only a traced program will know."""
+    return "Tracer" in type(value).__name__
+
+
 def _is_number(value: Any) -> bool:
     """Whether a value is a number, on its own or in an array without axes or one axis for each member of an ensemble."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -507,6 +512,6 @@ def _plain(value: Any) -> Any:
 def _show(value: Any) -> str:
     if isinstance(value, tuple):
         return f"({', '.join(_show(part) for part in value)})"
-    if getattr(value, "shape", None) == () and hasattr(value, "__array__") and "Tracer" not in type(value).__name__:
+    if getattr(value, "shape", None) == () and hasattr(value, "__array__") and not is_traced(value):
         return str(np.asarray(value))
     return getattr(value, "__qualname__", None) or repr(value)

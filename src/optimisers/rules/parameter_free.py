@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from optimisers.errors import HyperparameterError, StateError
-from optimisers.rules.base import COPY, LIKE, REAL, Hyper, Rule, rule
+from optimisers.rules.base import COPY, LIKE, REAL, Hyper, Rule, is_traced, rule
 
 __all__ = ["Prodigy", "ScheduleFree"]
 
@@ -137,7 +137,7 @@ class ScheduleFree(Rule):
             )
 
     def scalars(self, step: Any, largest: Any, weights: Any, evaluating: Any) -> dict[str, Any]:
-        if "Tracer" not in type(evaluating).__name__ and evaluating:
+        if not is_traced(evaluating) and evaluating:
             raise StateError(
                 "the model holds its evaluation weights; call optimisers.training(state, model) before the next update"
             )
