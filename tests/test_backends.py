@@ -296,7 +296,7 @@ def test_a_child_process_makes_threads_of_its_own() -> None:
 
 
 def test_plans_are_kept_for_each_set_of_gradients_and_not_without_end() -> None:
-    from optimisers.update import _PLANS
+    from optimisers.plan import _PLANS
 
     model = {str(at): np.ones(1) for at in range(10)}
     state = op.setup(op.Descent(0.1), model)

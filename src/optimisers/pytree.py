@@ -2,18 +2,15 @@
 
 from collections.abc import Iterable, Iterator
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from optimisers.rules.base import Rule, join, split
-
-if TYPE_CHECKING:
-    from optimisers.state import State
 
 __all__ = ["as_arrays", "register"]
 
 
 @cache
-def register(cls: "type[State]") -> None:
+def register(cls: type) -> None:
     """Make states known to JAX. Their key paths read like those of the model: `.encoder.weight.mu`."""
     import jax
 
@@ -29,7 +26,7 @@ def as_arrays(memory: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _flatten(state: "State") -> tuple[list[Any], Any]:
+def _flatten(state: Any) -> tuple[list[Any], Any]:
     parts = [split(rule) for rule in state.rules]
     numbers = [number for _, own in parts for number in own]
     slots = [slot for own in state.slots for slot in own or ()]
@@ -46,7 +43,7 @@ def _flatten(state: "State") -> tuple[list[Any], Any]:
     return [*slots, *state.counters, state.step, *numbers, *memory], static
 
 
-def _unflatten(cls: "type[State]", static: Any, leaves: Iterable[Any]) -> "State":
+def _unflatten(cls: type, static: Any, leaves: Iterable[Any]) -> Any:
     layout, forms, numbers, presence, counters, detached, memory = static
     left = iter(leaves)
 
@@ -60,14 +57,14 @@ def _unflatten(cls: "type[State]", static: Any, leaves: Iterable[Any]) -> "State
     return cls(layout, rules, counts, step, slots, kept, detached)
 
 
-def _with_keys(state: "State") -> tuple[list[tuple[Any, Any]], Any]:
+def _with_keys(state: Any) -> tuple[list[tuple[Any, Any]], Any]:
     import jax
 
     leaves, static = _flatten(state)
     return [(jax.tree_util.GetAttrKey(name), leaf) for name, leaf in zip(_names(state), leaves, strict=True)], static
 
 
-def _names(state: "State") -> Iterator[str]:
+def _names(state: Any) -> Iterator[str]:
     for record, own in zip(state.layout.parameters, state.slots, strict=True):
         names = state.layout.programs[record.group].slots
         yield from (f"{record.path}.{name}" if record.path else name for name, _ in names[: len(own or ())])
