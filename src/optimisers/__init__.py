@@ -2,6 +2,7 @@
 
 from optimisers import errors, schedules
 from optimisers.backends.choose import reference_only
+from optimisers.differentiate import grad, value_and_grad
 from optimisers.evaluation import averaged, evaluation, training
 from optimisers.gradients import destructure, global_norm, partition
 from optimisers.groups import layerwise, no_decay
@@ -87,6 +88,7 @@ __all__ = [
     "errors",
     "evaluation",
     "global_norm",
+    "grad",
     "layerwise",
     "no_decay",
     "partition",
@@ -101,6 +103,7 @@ __all__ = [
     "training",
     "update",
     "update_",
+    "value_and_grad",
 ]
 
 
