@@ -45,12 +45,11 @@ class Job:
             scalars=self._scalars(part, state),
             row=part.row,
         )
-        pending = [
+        self.pending = [
             at
             for at, member in enumerate(part.program.members)
             if member.measure is not None or member.gate or member.memory or member.apply_tree is not None
         ]
-        self.pending = pending
 
     def _scalars(self, part: Part, state: State) -> list[dict[str, Sequence[Any]]]:
         keys = [crc32(str(path).encode()) >> 1 for path in part.paths]

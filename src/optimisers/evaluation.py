@@ -19,6 +19,8 @@ def averaged(state: State, model: Any) -> Any:
 
     Parameters without an average, or that have not trained yet, stand as they are. Of several averages in a chain the last counts.
 
+    **Arguments:** `state`: with a rule that holds `Average`; `model`: as it trains, which stays as it is.
+
     **Raises** `StateError` when no rule keeps an average; `ModelError` for a model that is not the state's.
 
     Example: see `Average`.
@@ -27,7 +29,7 @@ def averaged(state: State, model: Any) -> Any:
     changed = {}
     for at, array in enumerate(view.arrays):
         leaf = state.leaf(at)
-        _, average = _kept(leaf, Average, "average")
+        average = _kept(leaf, Average, "average")
         if average is not None and leaf.step > 0:
             changed[at] = _like(average, array)
     if not any(isinstance(member, Average) for rule in state.rules for member in rule.members):
@@ -38,7 +40,12 @@ def averaged(state: State, model: Any) -> Any:
 def evaluation(state: State, model: Any) -> tuple[State, Any]:
     r"""The model of schedule-free training as it is to be evaluated, $x = y + (1 - 1/\beta_1)(z - y)$, and a state that knows so.
 
-    The state refuses updates until `training` is called. A model that is evaluated already is returned as it is.
+    β₁ is the one of the last step. The state refuses updates until `training` is called. A model that is evaluated already is
+    returned as it is.
+
+    **Arguments:** `state`: with a rule that holds `ScheduleFree`; `model`: as it trains.
+
+    **Returns** the state and the model.
 
     **Raises** `StateError` when no rule is `ScheduleFree`; `ModelError` for a model that is not the state's.
 
@@ -69,24 +76,24 @@ def _moved(state: State, model: Any, mode: int, move: Callable[[float, Any, Any]
     if state.memory["schedulefree"]["evaluating"] == mode:
         return state, model
     view = open_with(state.layout, model)
+    beta = state.memory["schedulefree"]["beta"]
     changed = {}
     for at, array in enumerate(view.arrays):
         leaf = state.leaf(at)
-        member, z = _kept(leaf, ScheduleFree, "z")
+        z = _kept(leaf, ScheduleFree, "z")
         if z is not None and leaf.step > 0:
-            beta = member.at(state.step).betas[0]
             changed[at] = _like(move(beta, _like(array, z), z), array)
     memory = {**state.memory, "schedulefree": {**state.memory["schedulefree"], "evaluating": mode}}
     return state.evolved(memory=memory), view.put(changed)
 
 
-def _kept(leaf: Leaf, kind: type[Rule], slot: str) -> tuple[Any, Any]:
-    """The last member of a kind in the rule of a leaf, and one of its slots; `None` where it is missing."""
+def _kept(leaf: Leaf, kind: type[Rule], slot: str) -> Any:
+    """A slot of the last member of a kind in the rule of a leaf; `None` where there is none."""
     members = leaf.rule.members
     for name, member in reversed(list(zip(member_names(members), members, strict=True))):
         if isinstance(member, kind):
-            return member, leaf.slots.get(f"{name}.{slot}", leaf.slots.get(slot))
-    return None, None
+            return leaf.slots.get(f"{name}.{slot}", leaf.slots.get(slot))
+    return None
 
 
 def _like(array: Any, other: Any) -> Any:

@@ -3,11 +3,11 @@
 Each function returns what `setup` takes for a rule: a function from a parameter's record to its rule. They can be nested.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from re import compile as pattern
-from typing import Any, TypeAlias
+from typing import Any
 
+from optimisers.assignment import RuleFor, RuleOf, check_kind, check_selectors, chooser
 from optimisers.errors import HyperparameterError, StateError
 from optimisers.model.layout import Parameter
 from optimisers.model.reading import parameters_of
@@ -17,23 +17,9 @@ from optimisers.schedules import Scaled
 
 __all__ = ["layerwise", "no_decay"]
 
-RuleFor: TypeAlias = Rule | Mapping[Any, Rule] | Callable[[Parameter], Rule]
-
 _FIRST = pattern(r"(^|[^a-z])(emb|wte|wpe|tok|patch|(pos|cls)($|[^a-z])|posit)")
 """A word, within a key, that speaks of an embedding."""
 _HUMP = pattern(r"(?<=[a-z0-9])(?=[A-Z])")
-
-
-@dataclass(frozen=True)
-class RuleOf:
-    """A function from a parameter's record to its rule; `setup` calls `check` once with all records."""
-
-    choose: Callable[[Parameter], Rule]
-    check: Callable[[Sequence[Parameter]], None]
-
-    def __call__(self, record: Parameter) -> Rule:
-        """The rule of a parameter."""
-        return self.choose(record)
 
 
 def layerwise(rule: RuleFor, model: Any, *, decay: float = 0.75, depth: Callable[[Parameter], int | None] | None = None) -> RuleOf:
@@ -66,11 +52,11 @@ def layerwise(rule: RuleFor, model: Any, *, decay: float = 0.75, depth: Callable
     """
     if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 < decay <= 1:
         raise HyperparameterError(f"layerwise(decay={decay!r}): decay must lie in (0, 1]")
-    _check_rule("layerwise", rule)
+    check_kind(rule, "layerwise")
     records = [record for record, _ in parameters_of(model)]
     if not records:
         raise StateError(f"layerwise takes the model second, and {type(model).__name__} has no parameters")
-    _check_selectors(rule, records)
+    check_selectors(rule, records)
 
     def find(record: Parameter) -> int | None:
         found = (depth or _depth)(record)
@@ -80,15 +66,17 @@ def layerwise(rule: RuleFor, model: Any, *, decay: float = 0.75, depth: Callable
 
     top = 1 + max((at for at in map(find, records) if at is not None), default=0)
 
+    choose_rule = chooser(rule)
+
     def choose(record: Parameter) -> Rule:
-        own, at = _rule(rule, record), find(record)
+        own, at = choose_rule(record), find(record)
         if at is not None and at >= top:
             raise StateError(
                 f"{record.path} has depth {at}, above all layers of the model that layerwise was given; give it this one"
             )
         return _scaled(own, decay ** (top - (top if at is None else at)))
 
-    return RuleOf(choose, lambda records: _check_selectors(rule, records))
+    return RuleOf(choose, lambda records: check_selectors(rule, records))
 
 
 def _scaled(rule: Rule, factor: float) -> Rule:
@@ -135,60 +123,23 @@ def no_decay(rule: RuleFor, *selectors: Selectable, ndim: int | None = None) -> 
         >>> op.setup(op.no_decay(op.AdamW(1e-3), "**.bias"), model)["bias"].rule.weight_decay
         0.0
     """
-    _check_rule("no_decay", rule)
+    check_kind(rule, "no_decay")
     if not selectors and ndim is None:
         raise StateError('no_decay selects nothing; give it selectors, such as "**.bias", or ndim=1')
     if ndim is not None and (isinstance(ndim, bool) or not isinstance(ndim, int) or ndim < 0):
         raise StateError(f"no_decay(ndim={ndim!r}): ndim is a number of axes, such as 1")
     chosen = [as_selector(each) for each in selectors]
 
+    choose_rule = chooser(rule)
+
     def choose(record: Parameter) -> Rule:
-        own = _rule(rule, record)
+        own = choose_rule(record)
         small = ndim is not None and record.ndim <= ndim
         return own.adjusted(weight_decay=0.0) if small or any(each.selects(record) for each in chosen) else own
 
     def check(records: Sequence[Parameter]) -> None:
         for each in selectors:
             matching(records, each)
-        _check_selectors(rule, records)
+        check_selectors(rule, records)
 
     return RuleOf(choose, check)
-
-
-def _check_rule(caller: str, rule: Any) -> None:
-    """Check that something can tell parameters their rules.
-
-    **Raises** `HyperparameterError`.
-    """
-    if isinstance(rule, type) or not (callable(rule) or isinstance(rule, (Rule, Mapping))):
-        raise HyperparameterError(f"{caller} takes a rule, a mapping of rules or a function first, not {rule!r}")
-    for key, each in rule.items() if isinstance(rule, Mapping) else ():
-        if not isinstance(each, Rule):
-            raise HyperparameterError(f"{key!r}: {type(each).__name__} is not a rule; {caller} takes the rules first")
-
-
-def _check_selectors(rule: RuleFor, records: Sequence[Parameter]) -> None:
-    """Check that every selector of a rule selects something.
-
-    **Raises** `PathError`.
-    """
-    if isinstance(rule, RuleOf):
-        rule.check(records)
-    for key in rule if isinstance(rule, Mapping) else ():
-        matching(records, key)
-
-
-def _rule(rule: RuleFor, record: Parameter) -> Rule:
-    """The rule that trains a parameter: where a rule has a fallback, the fallback.
-
-    **Raises** `HyperparameterError` for what is none, `StateError` when a mapping has none.
-    """
-    if isinstance(rule, Mapping):
-        given: Any = next((each for key, each in rule.items() if as_selector(key).selects(record)), None)
-        if given is None:
-            raise StateError(f'{record.path}: no selector of the rules matches it; add one, such as "**", that catches the rest')
-    else:
-        given = rule if isinstance(rule, Rule) else rule(record)
-    if not isinstance(given, Rule):
-        raise HyperparameterError(f"{record.path}: {given!r} is not a rule")
-    return given.rule_for(record.shape, record.dtype)

@@ -1,11 +1,10 @@
 """Looking at a state: a table for the terminal."""
 
 import io
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from optimisers.rules.base import Rule
+from optimisers.rules.base import Rule, member_names
 from optimisers.state import Leaf, State, check_state
 
 if TYPE_CHECKING:
@@ -84,42 +83,71 @@ def summary(state: State) -> Summary:
     size = size_of(sum(leaf.nbytes for leaf in leaves))
     count = f"{len(leaves):,} parameter{'s' * (len(leaves) != 1)}, {elements:,} elements"
     asleep = f", {frozen:,} of them frozen" if frozen else ""
-    values = {rule.key: _values(rule, state.step) for rule in state.rules}
-    differing = [name for name in _names(values.values()) if len({each[name] for each in values.values() if name in each}) > 1]
-    shown = [name for name in _names(values.values()) if name in differing or any(_follows(rule, name) for rule in state.rules)]
-    texts = {rule.key: _without(rule, differing) for rule in state.rules}
+    columns = _Columns(state)
+    texts = {rule.key: columns.text(rule) for rule in state.rules}
     letters = {text: _letter(at) for at, text in enumerate(dict.fromkeys(texts[leaf.rule.key] for leaf in leaves))}
-    rows = tuple(_row(leaf, letters[texts[leaf.rule.key]], values[leaf.rule.key], shown) for leaf in leaves)
-    headings = ("parameter", "shape", "dtype", "rule", *shown, "steps", "state", "notes")
+    rows = tuple(_row(leaf, letters[texts[leaf.rule.key]], columns.cells(leaf.rule)) for leaf in leaves)
+    headings = ("parameter", "shape", "dtype", "rule", *columns.names, "steps", "state", "notes")
     return Summary(headings, rows, tuple((letter, text) for text, letter in letters.items()), f"{count}{asleep}; {size} of state")
 
 
-def _values(rule: Rule, step: Any) -> dict[str, float]:
-    """The numbers of a rule at a step, by name; of one that several members have, the first member's."""
-    found: dict[str, float] = {}
-    for member in rule.members:
-        for name, value in member.at(step).hyperparameters.items():
-            if not isinstance(value, (bool, str, tuple, Rule)) and (isinstance(value, (int, float)) or hasattr(value, "dtype")):
-                found.setdefault(name, float(value))
+class _Columns:
+    """The hyperparameters that have a column of their own: those that differ between parameters, or follow a schedule.
+
+    Where a chain has several of one name, they are told apart by their members: `adamw.weight_decay`.
+    """
+
+    def __init__(self, state: State) -> None:
+        found = {rule.key: _numbers(rule, state.step) for rule in state.rules}
+        names = list(dict.fromkeys(place for each in found.values() for place in each))
+        plain = [[name for _, name in each] for each in found.values()]
+        self.differing = {place for place in names if len({each[place] for each in found.values() if place in each}) > 1}
+        moving = {
+            place
+            for rule in state.rules
+            for place in found[rule.key]
+            if callable(_member(rule, place[0]).hyperparameters[place[1]])
+        }
+        shown = [place for place in names if place in self.differing | moving]
+        self.names = tuple(
+            dict.fromkeys(".".join(place) if any(each.count(place[1]) > 1 for each in plain) else place[1] for place in shown)
+        )
+        self._shown = shown
+        self._found = found
+
+    def cells(self, rule: Rule) -> list[str]:
+        """The values of a rule, in the order of the columns."""
+        values: dict[str, str] = {}
+        for place in self._shown:
+            value = self._found[rule.key].get(place)
+            if value is not None:
+                values[".".join(place) if ".".join(place) in self.names else place[1]] = value
+        return [values.get(name, "") for name in self.names]
+
+    def text(self, rule: Rule) -> str:
+        """The text of a rule, with … for what differs and has a column."""
+        members = []
+        for name, member in zip(member_names(rule.members), rule.members, strict=True):
+            values = {key: _ELSEWHERE if (name, key) in self.differing else value for key, value in member.hyperparameters.items()}
+            members.append(member.with_values(values))
+        return repr(members[0]) if rule.members == (rule,) else f"{type(rule).__name__}({', '.join(map(repr, members))})"
+
+
+def _numbers(rule: Rule, step: Any) -> dict[tuple[str, str], str]:
+    """The numbers of a rule at a step as text, by member and name."""
+    found = {}
+    for member, now in zip(member_names(rule.members), [each.at(step) for each in rule.members], strict=True):
+        for name, value in now.hyperparameters.items():
+            value: Any
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                found[member, name] = f"{value:.4g}"
+            elif hasattr(value, "dtype"):
+                found[member, name] = f"{float(value):.4g}" if value.shape == () else f"{len(value)} values"
     return found
 
 
-def _names(values: Iterable[Mapping[str, float]]) -> list[str]:
-    return list(dict.fromkeys(name for each in values for name in each))
-
-
-def _follows(rule: Rule, name: str) -> bool:
-    """Whether a hyperparameter follows a schedule."""
-    return callable(rule.hyperparameters.get(name))
-
-
-def _without(rule: Rule, names: Sequence[str]) -> str:
-    """The text of a rule, with … for what has a column of its own."""
-    members = [
-        member.with_values({name: _ELSEWHERE if name in names else value for name, value in member.hyperparameters.items()})
-        for member in rule.members
-    ]
-    return repr(members[0]) if rule.members == (rule,) else f"{type(rule).__name__}({', '.join(map(repr, members))})"
+def _member(rule: Rule, name: str) -> Rule:
+    return rule.members[member_names(rule.members).index(name)]
 
 
 def _letter(at: int) -> str:
@@ -127,9 +155,8 @@ def _letter(at: int) -> str:
     return (_letter(at // 26 - 1) if at >= 26 else "") + chr(ord("A") + at % 26)
 
 
-def _row(leaf: Leaf, rule: str, values: Mapping[str, float], shown: Sequence[str]) -> tuple[str, ...]:
+def _row(leaf: Leaf, rule: str, numbers: list[str]) -> tuple[str, ...]:
     shape = " × ".join(map(str, leaf.shape)) or "scalar"
-    numbers = [f"{values[name]:.4g}" if name in values else "" for name in shown]
     last = str(leaf.step), size_of(leaf.nbytes), _notes(leaf)
     return str(leaf.path) or "(the model)", shape, leaf.dtype, rule, *numbers, *last
 

@@ -226,10 +226,10 @@ class Exponential(Schedule):
     rate: float
     steps: int = 1
     stairs: bool = False
-    least: float = 0.0
+    least: float | None = None
 
     def __post_init__(self) -> None:
-        _check_numbers(self, "start", "rate", "least")
+        _check_numbers(self, "start", "rate", *(["least"] if self.least is not None else []))
         _check_whole(self, "steps")
         if isinstance(self.rate, (int, float)) and self.rate <= 0:
             raise HyperparameterError(f"{self!r}: rate is above 0")
@@ -241,7 +241,7 @@ class Exponential(Schedule):
             power = self.rate**periods
         except OverflowError:
             power = math.inf
-        return _larger(self.start * power, self.least)
+        return self.start * power if self.least is None else _larger(self.start * power, self.least)
 
 
 @dataclass(frozen=True)
@@ -354,7 +354,7 @@ def one_cycle(peak: float, steps: int, warmup: float = 0.3, start_factor: float 
         raise HyperparameterError(f"one_cycle(warmup={warmup!r}): warmup is the share of the steps that rise, in [0, 1]")
     if (_whole(steps) or 0) < 1:
         raise HyperparameterError(f"one_cycle(steps={steps!r}): steps is a whole number of at least 1")
-    rise = max(1, round(warmup * steps))
+    rise = max(1, int(warmup * steps))
     return Joined((Cosine(peak * start_factor, rise, peak), Cosine(peak, max(1, steps - rise), peak * stop_factor)), (rise,))
 
 

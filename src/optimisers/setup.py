@@ -1,23 +1,22 @@
 """Making a state: which parameters a model has, which rule each gets, which are frozen or tied."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 from warnings import warn
 
+from optimisers.assignment import RuleFor, assign, check_kind
 from optimisers.backends.arrays import itemsize_of, library_of, trainable_dtype
-from optimisers.errors import DtypeError, HyperparameterError, OptimiserWarning, PathError, StateError
-from optimisers.model.layout import Parameter
+from optimisers.errors import DtypeError, OptimiserWarning, PathError
 from optimisers.model.reading import parameters_of
-from optimisers.model.select import Selectable, as_selector, matching
+from optimisers.model.select import Selectable, matching
 from optimisers.model.trees import opened
-from optimisers.rules.base import Rule
 from optimisers.state import State, new_state
 
 __all__ = ["setup", "trainables"]
 
 
 def setup(
-    rule: Rule | Mapping[Any, Rule] | Callable[[Parameter], Rule],
+    rule: RuleFor,
     model: Any,
     *,
     trainable: "Selectable | None" = None,
@@ -41,9 +40,9 @@ def setup(
 
     **Returns** a `State`. Warns when the model has no trainable parameter.
 
-    **Raises** `PathError` for a selector that matches nothing, `StateError` for a parameter that no selector matches or that two
-    rules claim through two of its paths, `TieError` for arrays that overlap in part, `ModelError` for a model that refers to
-    itself.
+    **Raises** `PathError` for a selector that matches nothing, `StateError` for a parameter that no selector matches, that two
+    rules claim through two of its paths, or that its rule cannot train, `HyperparameterError` for what is no rule, `DtypeError` for
+    a `state_dtype` that is none, `TieError` for arrays that overlap in part, `ModelError` for a model that refers to itself.
 
     Example:
         >>> import numpy as np, optimisers as op
@@ -53,7 +52,7 @@ def setup(
         >>> [str(path) for path in state], dict(state["embed"].ties)
         (['embed', 'head.bias'], {Path('head.weight'): 'transposed'})
     """
-    _check(rule)
+    check_kind(rule, "setup")
     found = parameters_of(model)
     records = [record for record, _ in found]
     excluded = frozenset[Any]()
@@ -65,7 +64,7 @@ def setup(
         warn(
             f"the model has no trainable parameter (no floating or complex array){_unopened(model)}", OptimiserWarning, stacklevel=2
         )
-    rules, groups = _assign(rule, records)
+    rules, groups = assign(rule, records)
     sleeping = set() if frozen is None else set(matching(records, frozen))
     wish = None if state_dtype is None else _dtype(state_dtype)
     records = [
@@ -101,71 +100,6 @@ def _unopened(model: Any) -> str:
     """What a model without parameters holds that may be a container."""
     kinds = {type(leaf).__name__ for leaf in opened(model)[0] if library_of(leaf) is None and hasattr(leaf, "__dict__")}
     return f"; it holds {', '.join(sorted(kinds))}, which optimisers.register can open" if kinds else ""
-
-
-def _check(rule: Any) -> None:
-    """Check that something can tell parameters their rules."""
-    if isinstance(rule, type) and issubclass(rule, Rule):
-        raise HyperparameterError(f"setup takes a rule, not the class {rule.__name__}; call it: {rule.__name__}()")
-    for key, each in rule.items() if isinstance(rule, Mapping) else ():
-        if not isinstance(each, Rule):
-            shown = repr(each) if len(repr(each)) < 40 else f"a {type(each).__name__}"
-            raise HyperparameterError(f"{key!r}: {shown} is not a rule; the rules come first, then the model")
-    if not isinstance(rule, (Rule, Mapping)) and not callable(rule):
-        raise HyperparameterError(
-            f"setup takes a rule, a mapping of rules or a function, not {type(rule).__name__}; the rule comes first, then the model"
-        )
-
-
-def _assign(wish: Any, records: list[Parameter]) -> tuple[list[Rule], list[int]]:
-    """The rules, and for each parameter the number of its own."""
-    if isinstance(wish, Mapping):
-        chosen: list[Any] = list(_by_selectors(wish, records)) if records else []
-    else:
-        chosen = [wish if isinstance(wish, Rule) else wish(record) for record in records]
-        check = getattr(wish, "check", None)
-        if check is not None and not isinstance(wish, Rule):
-            check(records)
-    numbers: dict[Any, int] = {}
-    rules: list[Rule] = []
-    own: list[int] = []
-    for record, each in zip(records, chosen, strict=True):
-        if not isinstance(each, Rule):
-            raise HyperparameterError(f"{record.path}: {each!r} is not a rule")
-        trains = each.rule_for(record.shape, record.dtype)
-        if numbers.setdefault(trains.key, len(rules)) == len(rules):
-            rules.append(trains)
-        own.append(numbers[trains.key])
-    if not records and isinstance(wish, (Rule, Mapping)):
-        rules = [wish] if isinstance(wish, Rule) else list(wish.values())[:1]
-    return rules, own
-
-
-def _by_selectors(wish: Mapping[Any, Rule], records: list[Parameter]) -> list[Rule]:
-    selectors = {key: as_selector(key) for key in wish}
-    used: set[Any] = set()
-    chosen = []
-    for record in records:
-        claims = []
-        for occurrence in record.occurrences:
-            key = next((key for key, selector in selectors.items() if selector.selects(occurrence)), None)
-            if key is not None:
-                used.add(key)
-                claims.append((key, occurrence.path))
-        if not claims:
-            raise StateError(f'{record.path}: no selector of the rules matches it; add one, such as "**", that catches the rest')
-        for key, path in claims[1:]:
-            if wish[key] != wish[claims[0][0]]:
-                raise StateError(
-                    f"{claims[0][1]} and {path} are one parameter, but {claims[0][0]!r} gives it {wish[claims[0][0]]!r} and "
-                    f"{key!r} gives it {wish[key]!r}; let one selector match both, first in the mapping"
-                )
-        chosen.append(wish[claims[0][0]])
-    for key in wish:
-        if key not in used:
-            matching(records, key)
-            raise StateError(f"the selector {key!r} is never reached: selectors before it match all its parameters; move it up")
-    return chosen
 
 
 def _dtype(wish: Any) -> str:

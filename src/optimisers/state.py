@@ -354,10 +354,10 @@ class State:
                 groups[own.key] = len(rules)
                 rules.append(own)
             kept = carried(self.layout.programs[parameters[at].group], self.slots[at], program)
-            fresh = _begins(own, kept)
-            parameters[at] = parameters[at]._replace(
-                group=groups[own.key], counter=len(counters) if fresh else parameters[at].counter
-            )
+            begun = _begun(own, kept)
+            kept = kept if begun is None else begun
+            counter = parameters[at].counter if begun is None else len(counters)
+            parameters[at] = parameters[at]._replace(group=groups[own.key], counter=counter)
             if slots[at] is not None:
                 new = fresh_slots(parameters[at], program)
                 slots[at] = tuple([new if old is None else old for old, new in zip(kept, new, strict=True)])
@@ -533,7 +533,7 @@ class State:
             return NotImplemented
         if self is other:
             return True
-        same = len(self) == len(other) and bool(self.step == other.step) and _same_value(self.memory, other.memory)
+        same = len(self) == len(other) and _same_value(self.step, other.step) and _same_value(self.memory, other.memory)
         return same and all(_same_leaf(a, b) for a, b in zip(_by_path(self), _by_path(other), strict=True))
 
     __hash__ = None  # type: ignore[assignment]  # it holds arrays
@@ -600,22 +600,20 @@ def _memory(rules: Sequence[Rule], old: Mapping[str, Mapping[str, Any]], *, trac
     return memory
 
 
-def _begins(rule: Rule, kept: list[Any]) -> bool:
-    """Whether a part of a chain needs the count from its beginning, and has none of its slots kept.
+def _begun(rule: Rule, kept: list[Any]) -> list[Any] | None:
+    """The slots that stay when a part of a chain needs the count from its beginning: none of those that need it too.
 
-    Then the slots of all parts that the count matters to are no longer kept.
+    `None` when every part that the count matters to has a slot that goes on.
     """
     program = program_of(rule)
-    spans = [
+    counting = [
         range(span.start, span.stop)
         for member, form, span in zip(rule.members, program.members, program.spans, strict=True)
         if not form.gate and any(not slot.start for _, slot in form.slots) and member.counts
     ]
-    begins = any(all(kept[at] is None for at in span) for span in spans)
-    if begins:
-        for span in spans:
-            kept[span.start : span.stop] = [None] * len(span)
-    return begins
+    if not any(all(kept[at] is None for at in span) for span in counting):
+        return None
+    return [None if any(at in span for span in counting) else slot for at, slot in enumerate(kept)]
 
 
 def _line(leaf: Leaf, many: bool) -> tuple[str, ...]:
@@ -633,7 +631,9 @@ def _by_path(state: State) -> list[Leaf]:
 
 def _same_leaf(a: Leaf, b: Leaf) -> bool:
     facts = [(x.path, x.shape, x.dtype, x.rule, x.frozen, x.frozen_rows, dict(x.ties), x.masked, tuple(x.slots)) for x in (a, b)]
-    return facts[0] == facts[1] and bool(a.step == b.step) and all(_same_array(a.slots[name], b.slots[name]) for name in a.slots)
+    return (
+        facts[0] == facts[1] and _same_value(a.step, b.step) and all(_same_array(a.slots[name], b.slots[name]) for name in a.slots)
+    )
 
 
 def _same_value(a: Any, b: Any) -> bool:

@@ -18,7 +18,6 @@ __all__ = [
     "Namespace",
     "decide",
     "derive",
-    "fuses",
     "namespace",
     "prepare",
     "reached",
@@ -148,11 +147,6 @@ def _namespace(library: Any, dtype: str) -> Namespace:
 def namespace(library: Any, dtype: str = "float64") -> Namespace:
     """The functions for kernels, from an array-API namespace and the real dtype of the arithmetic."""
     return _namespace(library, dtype)
-
-
-def fuses(program: Program, dtypes: tuple[str, ...]) -> bool:
-    """Any program on any dtype."""
-    return True
 
 
 def zeros(shape: tuple[int, ...], dtype: str, library: str, device: Any) -> Any:
@@ -344,9 +338,10 @@ def _moved(
     g, p, new = _through(batch, at, xp, g, p, h, slots)
     if step:
         p = p - g
-        for member, span, scalars in zip(program.members, program.spans, h, strict=False):
+        for member, span in zip(program.members[: len(h)], program.spans, strict=False):
             if member.load is not None:
                 new[span] = [p]
+        for member, scalars in zip(program.members, h, strict=False):
             if member.store is not None:
                 p = member.store(xp, p, scalars)
     return p, new

@@ -73,10 +73,6 @@ def _plain(value: Any) -> Any:
 class Backend(Protocol):
     """The functions that a backend module has."""
 
-    def fuses(self, program: Program, dtypes: tuple[str, ...]) -> bool:
-        """Whether this backend runs such a program on a parameter and slots of these dtypes."""
-        ...
-
     def zeros(self, shape: tuple[int, ...], dtype: str, library: str, device: Any) -> Any:
         """A fresh slot."""
         ...

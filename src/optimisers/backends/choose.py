@@ -38,7 +38,7 @@ def backend_for(library: str, program: Program, dtypes: tuple[str, ...]) -> Back
 
         if numba.fuses(program, dtypes):
             return numba
-    if library == "jax" and not _reference_only.get():
+    if library == "jax":
         from optimisers.backends import jax
 
         return jax

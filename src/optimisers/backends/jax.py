@@ -14,9 +14,8 @@ import jax.numpy as jnp
 from optimisers.backends import array_api
 from optimisers.backends.array_api import Namespace
 from optimisers.backends.base import Batch, check
-from optimisers.rules.program import Program
 
-__all__ = ["decide", "fuses", "prepare", "reached", "run", "sums", "zeros"]
+__all__ = ["decide", "prepare", "reached", "run", "sums", "zeros"]
 
 
 class _Namespace(Namespace):
@@ -38,11 +37,6 @@ def _folded(key: tuple[Any, ...]) -> Any:
 
 
 array_api.NAMESPACES["jax.numpy"] = _Namespace
-
-
-def fuses(program: Program, dtypes: tuple[str, ...]) -> bool:
-    """Any program on any dtype."""
-    return True
 
 
 def zeros(shape: tuple[int, ...], dtype: str, library: str, device: Any) -> Any:

@@ -1,5 +1,6 @@
 """What became of Adam: AdaMax, NAdam, RAdam, OAdam, AdaBelief, Adan."""
 
+import math
 from typing import Any
 
 from optimisers.rules.adam import moments
@@ -70,7 +71,7 @@ def _warm_product(first: Any, decay: Any, step: Any) -> Any:
         # With ψ = 0 every factor is one half, and the geometric sum is t.
         still = power == 1
         total = total + 0.5**k / k * ((1 - still) * power * (1 - power**step) / (1 - power + still) + still * step)
-    return first**step * 2.718281828459045**-total
+    return first**step * math.e**-total
 
 
 @rule

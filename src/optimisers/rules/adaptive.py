@@ -75,6 +75,8 @@ class RMSProp(Rule):
 
     ranges = {"alpha": (0.0, 1.0, False)}
 
+    switches = ("momentum",)
+
     @property
     def _still(self) -> bool:
         return isinstance(self.momentum, (int, float)) and self.momentum == 0

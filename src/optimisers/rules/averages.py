@@ -34,6 +34,10 @@ class Lookahead(Rule):
     slots = {"slow": COPY}
     rank = 1
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_whole("k")
+
     def scalars(self, step: Any) -> dict[str, Any]:
         return {"alpha": self.alpha, "meets": (step % self.k == 0) * 1.0, "zero": 0.0}
 

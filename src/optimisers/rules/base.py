@@ -89,11 +89,13 @@ class Rule:
       path to array, and to a tuple of slots. It returns the steps, the new slots and the new memory;
     - `refuses(self, shape, dtype)`: the reason why a parameter cannot be trained by this rule, or `None`;
     - `rule_for(self, shape, dtype)`: the rule that takes this one's place for such a parameter;
+    - `ranges`: for a hyperparameter its least value, its upper bound, and whether it may be the bound itself;
     - `options`: the names of numbers that are static nevertheless, such as a number of iterations;
+    - `switches`: the names of numbers of which zero is static: with it, the rule has another kernel or other slots;
     - `keyed = True`: a scalar `key`, which tells parameters apart, for random numbers;
-    - `load(xp, p, h, *slots)`: the parameter that the chain acts on, in place of the one in the model, kept in the rule's
-      only slot;
-      `store(xp, p, h)`: what goes into the model in place of the outcome;
+    - `load(xp, p, h, slot)`: the parameter that the chain acts on, in place of the one in the model. Its new value is kept in
+      the rule's only slot;
+    - `store(xp, p, h)`: what goes into the model in place of the outcome;
     - `rank`: above 0 for a part that has to stand at the end of a chain, after all of a lower rank;
     - `individual`: for a rule with `memory`, the hyperparameters in which parameters may differ all the same.
 
@@ -119,6 +121,7 @@ class Rule:
     gate: ClassVar[bool] = False
     memory: ClassVar[Mapping[str, float]] = {}
     ranges: ClassVar[Mapping[str, tuple[float, float, bool]]] = {}
+    switches: ClassVar[tuple[str, ...]] = ()
     options: ClassVar[tuple[str, ...]] = ()
     rank: ClassVar[int] = 0
     keyed: ClassVar[bool] = False
@@ -159,11 +162,18 @@ class Rule:
                 left, right = "(" if bounds[0] == -math.inf else "[", "]" if bounds[2] else ")"
                 raise HyperparameterError(f"{here}: {name} must lie in {left}{bounds[0]:g}, {bounds[1]:g}{right}")
 
+    def _check_whole(self, name: str) -> None:
+        value = getattr(self, name)
+        if isinstance(value, float) and not value.is_integer():
+            raise HyperparameterError(f"{type(self).__name__}({name}={value!r}): {name} is a whole number")
+
     def __repr__(self) -> str:
         # Options are shown where they are not as usual.
         usual = {field.name: field.default for field in _fields(self)}
         shown = [
-            f"{name}={_show(value)}" for name, value in self.hyperparameters.items() if _is_data(value) or value != usual[name]
+            f"{name}={_show(value)}"
+            for name, value in self.hyperparameters.items()
+            if _is_data(value) or _is_number(value) or value != usual[name]
         ]
         return f"{type(self).__name__}({', '.join(shown)})"
 
@@ -392,7 +402,11 @@ def split(rule: Rule) -> tuple[Rule, list[Any]]:
     numbers: list[Any] = []
 
     def taken(name: str, value: Any) -> Any:
-        if name in rule.options or not _is_number(value):
+        if (
+            name in rule.options
+            or not _is_number(value)
+            or (name in rule.switches and isinstance(value, (int, float)) and not value)
+        ):
             return value
         numbers.append(value)
         return _NUMBER

@@ -150,6 +150,8 @@ class SGD(Rule):
         if self.nesterov and (self._still or self.dampening != 0):
             raise HyperparameterError(f"{self!r}: nesterov needs a momentum above 0 and a dampening of 0")
 
+    switches = ("momentum",)
+
     @property
     def _still(self) -> bool:
         return isinstance(self.momentum, (int, float)) and self.momentum == 0

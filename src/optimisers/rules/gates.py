@@ -37,6 +37,10 @@ class AccumGrad(Rule):
     memory = {"filled": 0}
     gate = True
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_whole("n")
+
     def scalars(self, step: Any, filled: Any) -> dict[str, Any]:
         return {"weight": 1 / (filled + 1), "open": filled + 1 >= self.n, "zero": 0.0}
 

@@ -35,8 +35,8 @@ def _muon(nesterov: bool, steps: int, adjust: str) -> Callable[..., Any]:
     def apply(xp: Any, g: Any, p: Any, h: Any, slots: Any) -> Any:
         if 0 in g.shape:
             return g, slots
-        velocity = h.momentum * slots[0] + g
-        direction = g + h.momentum * velocity if nesterov else velocity
+        velocity = slots[0] + h.w * (g - slots[0])
+        direction = g + h.momentum * (velocity - g) if nesterov else velocity
         direction = _orthogonal(xp, direction, (h.a, h.b, h.c), h.eps, steps)
         return h.lr * _size_factor(adjust, p.shape) * direction + h.decay * p, (velocity,)
 
@@ -47,7 +47,7 @@ def _muon(nesterov: bool, steps: int, adjust: str) -> Callable[..., Any]:
 class Muon(Rule):
     r"""Muon: momentum whose matrix is made orthogonal, so that all directions move alike. For the matrices of hidden layers.
 
-    $v \leftarrow \rho v + g$; $O = \mathrm{NS}(g + \rho v)$, a few Newton-Schulz steps
+    $v \leftarrow v + (1-\rho)(g - v)$; $O = \mathrm{NS}(g + \rho(v - g))$, a few Newton-Schulz steps
     $X \leftarrow aX + (bXX^\top + c(XX^\top)^2)X$ from
     $X = V/\|V\|$; $p \leftarrow p - \mathrm{lr}\, s\, O - \mathrm{lr}\,\lambda p$, where s depends on the shape.
 
@@ -55,8 +55,8 @@ class Muon(Rule):
 
     - `lr`: the learning rate, ≥ 0.
     - `weight_decay`: λ ≥ 0, decoupled.
-    - `momentum`: ρ ≥ 0.
-    - `nesterov`: orthogonalise $g + \rho v$, not v.
+    - `momentum`: ρ, in [0, 1).
+    - `nesterov`: orthogonalise $g + \rho(v - g)$, not v.
     - `ns_coefficients`: (a, b, c). `eps`: the least norm to divide by. `ns_steps`: how many steps, 1 to 99.
     - `adjust_lr_fn`: `"original"` (s = √max(1, rows/columns)), `"match_rms_adamw"` (s = 0.2 √max(rows, columns)) or `"none"`.
     - `fallback`: the rule for parameters that are no matrices. Without one they are an error at `setup`.
@@ -70,7 +70,7 @@ class Muon(Rule):
         >>> type(state["weight"].rule).__name__, type(state["bias"].rule).__name__
         ('Muon', 'AdamW')
 
-    Source: Jordan et al. (2024); the numbers are those of `torch.optim.Muon`, except that it iterates in bfloat16.
+    Source: Jordan et al. (2024); the numbers are those of `torch.optim.Muon`, but PyTorch iterates in bfloat16.
     """
 
     lr: Hyper = 1e-3
@@ -111,6 +111,7 @@ class Muon(Rule):
         return {
             "lr": self.lr,
             "momentum": self.momentum,
+            "w": 1 - self.momentum,
             "decay": self.lr * self.weight_decay,
             "a": a,
             "b": b,

@@ -108,14 +108,15 @@ class ScheduleFree(Rule):
     - `eps`: ε ≥ 0. `weight_decay`: λ ≥ 0, at y.
     - `weight_lr_power`: k ≥ 0.
 
-    Slots: `z` like the parameter; `nu` real. Memory: `largest` rate and `weights`, their sum; `evaluating`.
+    Slots: `z` like the parameter; `nu` real. Memory: `largest` rate; `weights`, their sum; `beta`, the last β₁;
+    `evaluating`.
 
     Example:
         >>> import optimisers as op
         >>> op.ScheduleFree().lr
         0.0025
 
-    Source: Defazio et al. (2024), `AdamWScheduleFree`.
+    Source: Defazio et al. (2024); the numbers are those of `optax.contrib.schedule_free_adamw`.
     """
 
     lr: Hyper = 2.5e-3
@@ -126,7 +127,7 @@ class ScheduleFree(Rule):
 
     ranges = {"weight_lr_power": (0.0, math.inf, False)}
     slots = {"z": COPY, "nu": REAL}
-    memory = {"largest": 0.0, "weights": 0.0, "evaluating": 0}
+    memory = {"largest": 0.0, "weights": 0.0, "beta": 0.0, "evaluating": 0}
     individual = ("weight_decay",)
 
     def _check(self, name: str, value: Any) -> None:
@@ -136,7 +137,7 @@ class ScheduleFree(Rule):
                 f"ScheduleFree(betas={value!r}): the first of betas must lie in (0, 1); at 0 the model holds nothing of the average"
             )
 
-    def scalars(self, step: Any, largest: Any, weights: Any, evaluating: Any) -> dict[str, Any]:
+    def scalars(self, step: Any, largest: Any, weights: Any, beta: Any, evaluating: Any) -> dict[str, Any]:
         if not is_traced(evaluating) and evaluating:
             raise StateError(
                 "the model holds its evaluation weights; call optimisers.training(state, model) before the next update"
@@ -156,6 +157,7 @@ class ScheduleFree(Rule):
             "weight_decay": self.weight_decay,
             "largest": largest,
             "weights": weights,
+            "beta": first,
         }
 
     def kernel(xp: Any, g: Any, p: Any, h: Any, z: Any, nu: Any) -> Any:
@@ -163,5 +165,5 @@ class ScheduleFree(Rule):
         d = g / (xp.sqrt(nu * h.c2) + h.eps) + h.weight_decay * p
         return h.share * (p - z) + h.rate * d, z - h.lr * d, nu
 
-    def remember(h: Any, largest: Any, weights: Any, evaluating: Any) -> dict[str, Any]:
-        return {"largest": h.largest, "weights": h.weights, "evaluating": evaluating}
+    def remember(h: Any, largest: Any, weights: Any, beta: Any, evaluating: Any) -> dict[str, Any]:
+        return {"largest": h.largest, "weights": h.weights, "beta": h.beta, "evaluating": evaluating}

@@ -1,0 +1,124 @@
+"""Who gets which rule: one for all, a mapping from selectors, or a function of the parameter's record."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from optimisers.errors import HyperparameterError, StateError
+from optimisers.model.layout import Parameter
+from optimisers.model.select import Selector, as_selector, matching
+from optimisers.rules.base import Rule
+
+__all__ = ["RuleFor", "RuleOf", "assign", "check_kind", "check_selectors", "chooser"]
+
+RuleFor: TypeAlias = Rule | Mapping[Any, Rule] | Callable[[Parameter], Rule]
+"""What tells parameters their rules. In a mapping the first selector that matches counts."""
+
+
+@dataclass(frozen=True)
+class RuleOf:
+    """A function from a parameter's record to its rule, and what is to be checked once all records are known."""
+
+    choose: Callable[[Parameter], Rule]
+    check: Callable[[Sequence[Parameter]], None]
+
+    def __call__(self, record: Parameter) -> Rule:
+        """The rule of a parameter."""
+        return self.choose(record)
+
+
+def check_kind(rule: Any, caller: str) -> None:
+    """Check that something can tell parameters their rules.
+
+    **Raises** `HyperparameterError`.
+    """
+    if isinstance(rule, type) and issubclass(rule, Rule):
+        raise HyperparameterError(f"{caller} takes a rule, not the class {rule.__name__}; call it: {rule.__name__}()")
+    for key, each in rule.items() if isinstance(rule, Mapping) else ():
+        if not isinstance(each, Rule):
+            shown = repr(each) if len(repr(each)) < 40 else f"a {type(each).__name__}"
+            raise HyperparameterError(f"{key!r}: {shown} is not a rule; the rules come first, then the model")
+    if not isinstance(rule, (Rule, Mapping)) and not callable(rule):
+        raise HyperparameterError(
+            f"{caller} takes a rule, a mapping of rules or a function, not {type(rule).__name__}; the rule comes first, "
+            "then the model"
+        )
+
+
+def check_selectors(rule: RuleFor, records: Sequence[Parameter]) -> None:
+    """Check that every selector is the first to match something.
+
+    **Raises** `PathError` for one that matches nothing, `StateError` for one that others always come before.
+    """
+    if isinstance(rule, RuleOf):
+        rule.check(records)
+    if isinstance(rule, Mapping) and records:
+        selectors = _selectors(rule)
+        used = {_first(selectors, occurrence) for record in records for occurrence in record.occurrences}
+        for key in rule:
+            if key not in used:
+                matching(records, key)
+                raise StateError(f"the selector {key!r} is never reached: selectors before it match all its parameters; move it up")
+
+
+def chooser(rule: RuleFor) -> Callable[[Parameter], Rule]:
+    """The function from a record to the rule that trains the parameter: where a rule knows a better one for it, that.
+
+    It raises `StateError` when no selector matches, or two that disagree match two paths of one parameter; `HyperparameterError`
+    for what is no rule.
+    """
+    selectors = _selectors(rule) if isinstance(rule, Mapping) else {}
+
+    def choose(record: Parameter) -> Rule:
+        if isinstance(rule, Mapping):
+            given: Any = rule[_claim(rule, selectors, record)]
+        else:
+            given = rule if isinstance(rule, Rule) else rule(record)
+        if not isinstance(given, Rule):
+            raise HyperparameterError(f"{record.path}: {given!r} is not a rule")
+        return given.rule_for(record.shape, record.dtype)
+
+    return choose
+
+
+def assign(rule: RuleFor, records: Sequence[Parameter]) -> tuple[list[Rule], list[int]]:
+    """The rules of some parameters, and for each of them the number of its own.
+
+    **Raises** what `chooser` and `check_selectors` raise.
+    """
+    choose = chooser(rule)
+    numbers: dict[Any, int] = {}
+    rules: list[Rule] = []
+    own: list[int] = []
+    for record in records:
+        trains = choose(record)
+        if numbers.setdefault(trains.key, len(rules)) == len(rules):
+            rules.append(trains)
+        own.append(numbers[trains.key])
+    check_selectors(rule, records)
+    if not records and isinstance(rule, (Rule, Mapping)):
+        rules = [rule] if isinstance(rule, Rule) else list(rule.values())[:1]
+    return rules, own
+
+
+def _selectors(rules: Mapping[Any, Rule]) -> dict[Any, Selector]:
+    return {key: as_selector(key) for key in rules}
+
+
+def _first(selectors: Mapping[Any, Selector], occurrence: Parameter) -> Any:
+    return next((key for key, selector in selectors.items() if selector.selects(occurrence)), None)
+
+
+def _claim(rules: Mapping[Any, Rule], selectors: Mapping[Any, Selector], record: Parameter) -> Any:
+    """The selector that a parameter gets its rule from."""
+    claims = [(key, each.path) for each in record.occurrences if (key := _first(selectors, each)) is not None]
+    if not claims:
+        raise StateError(f'{record.path}: no selector of the rules matches it; add one, such as "**", that catches the rest')
+    (first, here), *others = claims
+    for key, path in others:
+        if rules[key] != rules[first]:
+            raise StateError(
+                f"{here} and {path} are one parameter, but {first!r} gives it {rules[first]!r} and "
+                f"{key!r} gives it {rules[key]!r}; let one selector match both, first in the mapping"
+            )
+    return first
