@@ -171,7 +171,7 @@ def test_a_schedule_of_a_users_own_is_a_class_with_a_call() -> None:
         lambda: Cosine(1.0, -1),
         lambda: Cosine(1.0, 2.5),  # type: ignore[arg-type]
         lambda: Linear(0.0, 1.0, True),
-        lambda: warmup(1.0, 0),
+        lambda: warmup(1.0, -1),
         lambda: Joined((Constant(1.0),), (1,)),
         lambda: Joined((Constant(1.0), Constant(2.0)), ()),
         lambda: Joined((Constant(1.0), Constant(2.0), Constant(3.0)), (5, 5)),

@@ -449,7 +449,7 @@ def test_replace_keeps_the_dtype_of_the_state() -> None:
 @pytest.mark.parametrize("wrong", [op.Adam, 3, None, "Adam"])
 def test_replace_takes_rules_alone(wrong: Any) -> None:
     state, _ = _trained()
-    with pytest.raises(HyperparameterError, match="is not a rule"):
+    with pytest.raises(HyperparameterError, match="replace takes a rule"):
         state.replace("embed", wrong) if wrong is not None else state.replace(None)  # type: ignore[arg-type]
     with pytest.raises(PathError):
         state.replace("nothing", op.Adam())

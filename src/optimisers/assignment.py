@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 from optimisers.errors import HyperparameterError, StateError
 from optimisers.model.layout import Parameter
 from optimisers.model.select import Selector, as_selector, matching
-from optimisers.rules.base import Rule
+from optimisers.rules.base import FROM_OPTAX, Rule, is_of_optax
 
 __all__ = ["RuleFor", "RuleOf", "assign", "check_kind", "check_selectors", "chooser"]
 
@@ -21,6 +21,10 @@ class RuleOf:
 
     choose: Callable[[Parameter], Rule]
     check: Callable[[Sequence[Parameter]], None]
+    text: str
+
+    def __repr__(self) -> str:
+        return self.text
 
     def __call__(self, record: Parameter) -> Rule:
         """The rule of a parameter."""
@@ -38,6 +42,8 @@ def check_kind(rule: Any, caller: str) -> None:
         if not isinstance(each, Rule):
             shown = repr(each) if len(repr(each)) < 40 else f"a {type(each).__name__}"
             raise HyperparameterError(f"{key!r}: {shown} is not a rule; the rules come first, then the model")
+    if is_of_optax(rule):
+        raise HyperparameterError(f"{caller} takes a rule, and this is a transformation of Optax; {FROM_OPTAX}")
     if not isinstance(rule, (Rule, Mapping)) and not callable(rule):
         raise HyperparameterError(
             f"{caller} takes a rule, a mapping of rules or a function, not {type(rule).__name__}; the rule comes first, "

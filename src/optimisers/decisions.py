@@ -111,7 +111,7 @@ def decide(jobs: list[Job], state: State) -> Any:
             totals = [reduce(add, map(_total, parts)) for parts in zip(*(job.sums() for job in here), strict=True)]
             for job in here:
                 derive(job.batch, job.pending[0], totals)
-        passed = here[0].passed
+        passed = reduce(_either, [job.passed for job in here])
         before = memory.get(member.name, {})
         if member.apply_tree is not None:
             memory = {**memory, member.name: _over_tree(member, here, before)}
@@ -127,6 +127,11 @@ def decide(jobs: list[Job], state: State) -> Any:
                 job.passed = h.open if job.passed is True else job.passed & h.open
             elif member.gate and not h.open:
                 job.open, job.length, job.pending = False, at + 1, []
+
+
+def _either(a: Any, b: Any) -> Any:
+    """Whether one of two parts of the tree lets the step pass: `True`, or what a traced program will tell."""
+    return True if a is True or b is True else a | b
 
 
 def _total(part: Any) -> Any:

@@ -3,12 +3,15 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from optimisers.backends.arrays import dtype_name, namespace_of
 from optimisers.errors import StateError
 from optimisers.model.reading import open_with
 from optimisers.rules.averages import Average
-from optimisers.rules.base import Rule, member_names
+from optimisers.rules.base import Rule, is_traced, member_names
 from optimisers.rules.parameter_free import ScheduleFree
+from optimisers.rules.precision import MixedPrecision
 from optimisers.state import Leaf, State
 
 __all__ = ["averaged", "evaluation", "training"]
@@ -30,7 +33,7 @@ def averaged(state: State, model: Any) -> Any:
     for at, array in enumerate(view.arrays):
         leaf = state.leaf(at)
         average = _kept(leaf, Average, "average")
-        if average is not None and leaf.step > 0:
+        if average is not None and _has_trained(leaf):
             changed[at] = _like(average, array)
     if not any(isinstance(member, Average) for rule in state.rules for member in rule.members):
         raise StateError("no rule keeps an average; put Average() at the end of the chain")
@@ -59,18 +62,22 @@ def evaluation(state: State, model: Any) -> tuple[State, Any]:
         >>> bool(np.allclose(again["w"], model["w"]))
         True
     """
-    return _moved(state, model, 1, lambda beta, y, z: y + (1 - 1 / beta) * (z - y))
+    return _moved(state, model, True, lambda beta, y, z: y + (1 - 1 / beta) * (z - y))
 
 
 def training(state: State, model: Any) -> tuple[State, Any]:
     r"""The model of schedule-free training as it trains, $y = x + (1 - \beta_1)(z - x)$: the way back from `evaluation`.
 
+    In half precision it comes back within rounding, unless the rule holds `MixedPrecision`, which keeps it exactly.
+
     **Raises** as `evaluation` does.
+
+    Example: see `evaluation`.
     """
-    return _moved(state, model, 0, lambda beta, x, z: x + (1 - beta) * (z - x))
+    return _moved(state, model, False, lambda beta, x, z: x + (1 - beta) * (z - x))
 
 
-def _moved(state: State, model: Any, mode: int, move: Callable[[float, Any, Any], Any]) -> tuple[State, Any]:
+def _moved(state: State, model: Any, mode: bool, move: Callable[[float, Any, Any], Any]) -> tuple[State, Any]:
     if "schedulefree" not in state.memory:
         raise StateError("no rule of this state is ScheduleFree, so the model is trained and evaluated with the same weights")
     if state.memory["schedulefree"]["evaluating"] == mode:
@@ -80,8 +87,13 @@ def _moved(state: State, model: Any, mode: int, move: Callable[[float, Any, Any]
     changed = {}
     for at, array in enumerate(view.arrays):
         leaf = state.leaf(at)
-        z = _kept(leaf, ScheduleFree, "z")
-        if z is not None and leaf.step > 0:
+        z, master = _kept(leaf, ScheduleFree, "z"), _kept(leaf, MixedPrecision, "master")
+        if z is None or not _has_trained(leaf):
+            continue
+        if master is not None:
+            # The master goes on training; the model shows what is to be evaluated, or the master.
+            changed[at] = _like(move(beta, master, z) if mode else master, array)
+        else:
             changed[at] = _like(move(beta, _like(array, z), z), array)
     memory = {**state.memory, "schedulefree": {**state.memory["schedulefree"], "evaluating": mode}}
     return state.evolved(memory=memory), view.put(changed)
@@ -94,6 +106,11 @@ def _kept(leaf: Leaf, kind: type[Rule], slot: str) -> Any:
         if isinstance(member, kind):
             return leaf.slots.get(f"{name}.{slot}", leaf.slots.get(slot))
     return None
+
+
+def _has_trained(leaf: Leaf) -> bool:
+    """Whether a parameter may differ from what its slots started as; inside a traced program, nothing tells."""
+    return is_traced(leaf.step) or bool(np.any(leaf.step > 0))
 
 
 def _like(array: Any, other: Any) -> Any:

@@ -19,15 +19,17 @@ __all__ = ["layerwise", "no_decay"]
 
 _FIRST = pattern(r"(^|[^a-z])(emb|wte|wpe|tok|patch|(pos|cls)($|[^a-z])|posit)")
 """A word, within a key, that speaks of an embedding."""
+_NUMBER = pattern(r"(?:^|[._])(\d+)(?=$|[._])")
 _HUMP = pattern(r"(?<=[a-z0-9])(?=[A-Z])")
 
 
 def layerwise(rule: RuleFor, model: Any, *, decay: float = 0.75, depth: Callable[[Parameter], int | None] | None = None) -> RuleOf:
     """Learning rates that fall from the head to the embeddings: `lr` times decay^(top - depth).
 
-    The depth of a parameter is 1 + the first whole number in its path (`layers.3.weight` has depth 4); what has none lies at depth
-    0 where its path speaks of an embedding (`emb`, `tok`, `pos`, `patch`, …), and on top of all layers otherwise. A tied parameter
-    lies at the least depth of its paths. Depths come from the whole model, so they do not shift when something is frozen.
+    The depth of a parameter is 1 + the first whole number in its path (`layers.3.weight` and `Dense_3.kernel` have depth 4); what
+    has none lies at depth 0 where its path speaks of an embedding (`emb`, `tok`, `pos`, `patch`, …), and on top of all layers
+    otherwise. A tied parameter lies at the least depth of its paths. What is on top has the whole learning rate. Depths come
+    from the whole model, so they do not shift when something is frozen.
 
     In a chain the last learning rate is scaled, since it is the one that the whole step is proportional to.
 
@@ -64,19 +66,22 @@ def layerwise(rule: RuleFor, model: Any, *, decay: float = 0.75, depth: Callable
             raise StateError(f"{record.path}: a depth is a whole number or None, not {found!r}")
         return found
 
-    top = 1 + max((at for at in map(find, records) if at is not None), default=0)
+    depths = [find(record) for record in records]
+    if all(each is None for each in depths):
+        raise StateError("no path of the model has the number of a layer in it; say with depth=… how deep each parameter lies")
+    top = max(at for at in depths if at is not None) + (None in depths)
 
     choose_rule = chooser(rule)
 
     def choose(record: Parameter) -> Rule:
         own, at = choose_rule(record), find(record)
-        if at is not None and at >= top:
+        if at is not None and at > top:
             raise StateError(
                 f"{record.path} has depth {at}, above all layers of the model that layerwise was given; give it this one"
             )
         return _scaled(own, decay ** (top - (top if at is None else at)))
 
-    return RuleOf(choose, lambda records: check_selectors(rule, records))
+    return RuleOf(choose, lambda records: check_selectors(rule, records), f"layerwise({rule!r}, decay={decay})")
 
 
 def _scaled(rule: Rule, factor: float) -> Rule:
@@ -98,9 +103,10 @@ def _depth(record: Parameter) -> int | None:
 
 def _depth_of(path: Any) -> int | None:
     for key in path:
-        # A list in a module has keys that are strings.
-        if isinstance(key, int) or (isinstance(key, str) and key.isdecimal()):
-            return int(key) + 1
+        # A list in a module has keys that are strings, Flax writes Dense_0, and a flat dict "layers.0.weight".
+        found = [str(key)] if isinstance(key, int) else _NUMBER.findall(str(key))
+        if found:
+            return int(found[0]) + 1
     # tokenEmbedding is read as token_embedding.
     return 0 if any(_FIRST.search(_HUMP.sub("_", str(key)).lower()) for key in path) else None
 
@@ -135,11 +141,17 @@ def no_decay(rule: RuleFor, *selectors: Selectable, ndim: int | None = None) -> 
     def choose(record: Parameter) -> Rule:
         own = choose_rule(record)
         small = ndim is not None and record.ndim <= ndim
-        return own.adjusted(weight_decay=0.0) if small or any(each.selects(record) for each in chosen) else own
+        if not small and not any(each.selects(record) for each in chosen):
+            return own
+        if "weight_decay" not in own.hyperparameters:
+            raise HyperparameterError(
+                f"{record.path}: {own!r} has no weight_decay to leave out; take a rule that has, such as AdamW, or select less"
+            )
+        return own.adjusted(weight_decay=0.0)
 
     def check(records: Sequence[Parameter]) -> None:
         for each in selectors:
             matching(records, each)
         check_selectors(rule, records)
 
-    return RuleOf(choose, check)
+    return RuleOf(choose, check, f"no_decay({rule!r})")

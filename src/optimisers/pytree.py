@@ -21,9 +21,7 @@ def as_arrays(memory: dict[str, Any]) -> dict[str, Any]:
     """Numbers as arrays: what goes into a traced step has to have the very types of what comes out."""
     import jax.numpy as jnp
 
-    return {
-        name: jnp.asarray(value, dtype=type(value)) if isinstance(value, (int, float)) else value for name, value in memory.items()
-    }
+    return {name: jnp.asarray(value, dtype=type(value)) if type(value) in (int, float) else value for name, value in memory.items()}
 
 
 def _flatten(state: Any) -> tuple[list[Any], Any]:
@@ -37,9 +35,15 @@ def _flatten(state: Any) -> tuple[list[Any], Any]:
         tuple([None if own is None else len(own) for own in state.slots]),
         len(state.counters),
         state.detached,
-        tuple([(name, tuple(own)) for name, own in state.memory.items()]),
+        # What is true or false is static: it decides what may happen, and not how much.
+        tuple(
+            [
+                (name, tuple([(key, value if isinstance(value, bool) else None) for key, value in own.items()]))
+                for name, own in state.memory.items()
+            ]
+        ),
     )
-    memory = [value for own in state.memory.values() for value in own.values()]
+    memory = [value for own in state.memory.values() for value in own.values() if not isinstance(value, bool)]
     return [*slots, *state.counters, state.step, *numbers, *memory], static
 
 
@@ -53,7 +57,7 @@ def _unflatten(cls: type, static: Any, leaves: Iterable[Any]) -> Any:
     slots = tuple([None if count is None else take(count) for count in presence])
     counts, step = take(counters), next(left)
     rules = tuple([join(form, take(count)) for form, count in zip(forms, numbers, strict=True)])
-    kept = {name: dict(zip(names, take(len(names)), strict=True)) for name, names in memory}
+    kept = {name: {key: next(left) if value is None else value for key, value in own} for name, own in memory}
     return cls(layout, rules, counts, step, slots, kept, detached)
 
 
@@ -73,7 +77,7 @@ def _names(state: Any) -> Iterator[str]:
     for at, rule in enumerate(state.rules):
         yield from (f"rules[{at}].{name}" for name in _numbers(rule))
     for name, own in state.memory.items():
-        yield from (f"memory.{name}.{each}" for each in own)
+        yield from (f"memory.{name}.{key}" for key, value in own.items() if not isinstance(value, bool))
 
 
 def _numbers(rule: Rule) -> Iterator[str]:

@@ -88,7 +88,12 @@ def summary(state: State) -> Summary:
     letters = {text: _letter(at) for at, text in enumerate(dict.fromkeys(texts[leaf.rule.key] for leaf in leaves))}
     rows = tuple(_row(leaf, letters[texts[leaf.rule.key]], columns.cells(leaf.rule)) for leaf in leaves)
     headings = ("parameter", "shape", "dtype", "rule", *columns.names, "steps", "state", "notes")
-    return Summary(headings, rows, tuple((letter, text) for text, letter in letters.items()), f"{count}{asleep}; {size} of state")
+    return Summary(
+        headings,
+        rows,
+        tuple((letter, text) for text, letter in letters.items()),
+        "; ".join([f"{count}{asleep}; {size} of state", *([state.kept] if state.kept else [])]),
+    )
 
 
 class _Columns:
@@ -138,11 +143,11 @@ def _numbers(rule: Rule, step: Any) -> dict[tuple[str, str], str]:
     found = {}
     for member, now in zip(member_names(rule.members), [each.at(step) for each in rule.members], strict=True):
         for name, value in now.hyperparameters.items():
-            value: Any
             if isinstance(value, (int, float)) and not isinstance(value, bool):
                 found[member, name] = f"{value:.4g}"
             elif hasattr(value, "dtype"):
-                found[member, name] = f"{float(value):.4g}" if value.shape == () else f"{len(value)} values"
+                array: Any = value
+                found[member, name] = f"{float(array):.4g}" if array.shape == () else f"{len(array)} values"
     return found
 
 

@@ -59,8 +59,13 @@ class Schedule:
         """
         return Joined((self, other), (after,))
 
-    def plot(self, steps: int, *, axes: Any = None) -> Any:
-        """Draw the values at steps 0 to `steps`, with Matplotlib.
+    @property
+    def length(self) -> int:
+        """About how many steps show what the schedule does."""
+        return 100
+
+    def plot(self, steps: int | None = None, *, axes: Any = None) -> Any:
+        """Draw the values at steps 0 to `steps` (by default `length`), with Matplotlib.
 
         **Arguments:** `axes`: where to draw; by default those of a new figure. **Returns** the axes, so that
         `schedule.plot(1000).figure.savefig("rate.png")` makes a file.
@@ -71,6 +76,7 @@ class Schedule:
             from matplotlib.figure import Figure
 
             axes = Figure(figsize=(6, 3), layout="constrained").subplots()
+        steps = self.length if steps is None else steps
         axes.plot(range(steps + 1), [self(step) for step in range(steps + 1)])
         axes.set_xlabel("step")
         axes.set_title(repr(self), fontsize="small", wrap=True)
@@ -109,6 +115,10 @@ class Shifted(Schedule):
     def __post_init__(self) -> None:
         _check_numbers(self, "start")
 
+    @property
+    def length(self) -> int:
+        return self.start + self.schedule.length
+
     def __call__(self, step: Any) -> Any:
         later = step - self.start
         return self.schedule(_where(later > 0, later, 0))
@@ -129,6 +139,10 @@ class Scaled(Schedule):
         object.__setattr__(self, "schedule", _schedule(self.schedule))
         _check_numbers(self, "factor")
 
+    @property
+    def length(self) -> int:
+        return getattr(self.schedule, "length", 100)
+
     def __call__(self, step: Any) -> Any:
         return self.schedule(step) * self.factor
 
@@ -148,6 +162,10 @@ class Linear(Schedule):
     def __post_init__(self) -> None:
         _check_numbers(self, "start", "stop")
         _check_whole(self, "steps")
+
+    @property
+    def length(self) -> int:
+        return self.steps + self.steps // 10
 
     def __call__(self, step: Any) -> Any:
         return self.start + (self.stop - self.start) * _share(step, self.steps)
@@ -172,6 +190,10 @@ class Cosine(Schedule):
     def __post_init__(self) -> None:
         _check_numbers(self, "start", "stop")
         _check_whole(self, "steps")
+
+    @property
+    def length(self) -> int:
+        return self.steps + self.steps // 10
 
     def __call__(self, step: Any) -> Any:
         return self.stop + (self.start - self.stop) * (1 + _cos(math.pi * _share(step, self.steps))) / 2
@@ -199,6 +221,10 @@ class Joined(Schedule):
             raise HyperparameterError(
                 f"{self!r}: between n schedules there are n - 1 boundaries, whole numbers of at least 0, in ascending order"
             )
+
+    @property
+    def length(self) -> int:
+        return self.boundaries[-1] + getattr(self.schedules[-1], "length", 100) if self.boundaries else 100
 
     def __call__(self, step: Any) -> Any:
         if isinstance(step, (int, float)):
@@ -234,6 +260,10 @@ class Exponential(Schedule):
         if isinstance(self.rate, (int, float)) and self.rate <= 0:
             raise HyperparameterError(f"{self!r}: rate is above 0")
 
+    @property
+    def length(self) -> int:
+        return self.steps * 10
+
     def __call__(self, step: Any) -> Any:
         step = _larger(step, 0)
         periods = step // self.steps if self.stairs else step / self.steps
@@ -264,6 +294,10 @@ class Polynomial(Schedule):
         if isinstance(self.power, (int, float)) and self.power <= 0:
             raise HyperparameterError(f"{self!r}: power is above 0")
 
+    @property
+    def length(self) -> int:
+        return self.steps + self.steps // 10
+
     def __call__(self, step: Any) -> Any:
         return self.stop + (self.start - self.stop) * (1 - _share(step, self.steps)) ** self.power
 
@@ -287,6 +321,10 @@ class CosineRestarts(Schedule):
     def __post_init__(self) -> None:
         _check_numbers(self, "start", "stop")
         _check_whole(self, "steps", "factor")
+
+    @property
+    def length(self) -> int:
+        return 3 * self.steps if self.factor == 1 else self.steps * (1 + self.factor + self.factor**2)
 
     def __call__(self, step: Any) -> Any:
         step = _larger(step, 0)
@@ -322,6 +360,10 @@ class InverseSqrt(Schedule):
         _check_numbers(self, "peak")
         _check_whole(self, "warmup")
 
+    @property
+    def length(self) -> int:
+        return 10 * self.warmup
+
     def __call__(self, step: Any) -> Any:
         late = _larger(step, self.warmup)
         return self.peak * _share(step, self.warmup) * (self.warmup / late) ** 0.5
@@ -336,7 +378,9 @@ def warmup(schedule: Any, steps: int, start: float = 0.0) -> Joined:
     (0.0, 0.5, 1.0, 0.0)
     """
     then = _schedule(schedule)
-    return Joined((Linear(start, then(0), steps), then), (steps,))
+    if (-1 if (whole := _whole(steps)) is None else whole) < 0:
+        raise HyperparameterError(f"warmup(…, {steps!r}): the steps of the rise come second, a whole number of at least 0")
+    return Joined((Linear(start, then(0), steps), then), (steps,)) if steps else Joined((then,), ())
 
 
 def one_cycle(peak: float, steps: int, warmup: float = 0.3, start_factor: float = 1 / 25, stop_factor: float = 1e-4 / 25) -> Joined:

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from optimisers import pytree
+from optimisers.assignment import RuleFor, check_kind, check_selectors, chooser
 from optimisers.backends.arrays import dtype_name, itemsize_of, library_of, namespace_of
 from optimisers.errors import HyperparameterError, ModelError, PathError, StateError, suggest
 from optimisers.model import rewrite
@@ -159,21 +161,26 @@ class State:
 
     def _branch(self, branch: Path) -> "State":
         """The state of a branch. A tie that crosses its edge is dropped."""
-        parameters, slots = [], []
-        for parameter, own in zip(self.layout.parameters, self.slots, strict=True):
+        parameters, slots, rules = [], [], list(self.rules)
+        for at, parameter in enumerate(self.layout.parameters):
             seen = rewrite.below(parameter, branch)
-            if seen is not None:
-                parameters.append(seen[0])
-                slots.append(own)
-                if own is not None and seen[1] != SAME:
-                    parameters[-1], slots[-1] = self._elsewhere(parameter, own, seen[1], seen[0])
+            if seen is None:
+                continue
+            alone, own = seen[0], self.slots[at]
+            if seen[1] != SAME:
+                alone, own, rule = self._elsewhere(at, seen[1], alone)
+                alone = alone._replace(group=len(rules))
+                rules.append(rule)
+            parameters.append(alone)
+            slots.append(own)
         if not parameters:
             raise PathError(f'the state has nothing at "{branch}"{suggest(str(branch), self._places())}')
         excluded, detached = (
             frozenset(path.below(branch) for path in paths if path.startswith(branch))
             for paths in (self.layout.excluded, self.detached)
         )
-        return self._next(parameters, slots, counters=(*self.counters, 0), excluded=excluded, detached=detached)
+        counters = (*self.counters, 0)
+        return self._next(parameters, slots, rules=rules, counters=counters, excluded=excluded, detached=detached)
 
     def _places(self) -> set[str]:
         return {
@@ -264,24 +271,32 @@ class State:
         """
         at, key = self._at(path), Path(path)
         rest, alone, view = rewrite.untied(self.layout.parameters[at], key)
-        parameters, own = list(self.layout.parameters), self.slots[at]
-        whole, parameters[at] = parameters[at], rest
-        if own is not None:
-            alone, own = self._elsewhere(whole, own, view, alone)
-        detached = self.detached | {key}
-        return self._next([*parameters, alone], [*self.slots, own], counters=(*self.counters, 0), detached=detached)
+        parameters = list(self.layout.parameters)
+        parameters[at] = rest
+        alone, slots, rule = self._elsewhere(at, view, alone)
+        return self._next(
+            [*parameters, alone._replace(group=len(self.rules))],
+            [*self.slots, slots],
+            rules=[*self.rules, rule],
+            counters=(*self.counters, 0),
+            detached=self.detached | {key},
+        )
 
-    def _elsewhere(
-        self, parameter: Parameter, slots: tuple[Any, ...], view: View, alone: Parameter
-    ) -> tuple[Parameter, tuple[Any, ...]]:
-        """The record of an occurrence on its own, and copies of the slots as seen from there.
+    def _elsewhere(self, at: int, view: View, alone: Parameter) -> tuple[Parameter, Any, Rule]:
+        """The record of an occurrence on its own, its slots as seen from there (copies), and its rule.
 
         Slots of another shape than the parameter, such as means of rows, cannot be seen so, and start afresh.
         """
-        if view != SAME and any(slot is not None and tuple(slot.shape) not in (parameter.shape, ()) for slot in slots):
-            return alone._replace(counter=len(self.counters)), fresh_slots(alone, self.layout.programs[alone.group])
-        seen = [slot if slot is None or slot.shape != parameter.shape else view.apply(slot) for slot in slots]
-        return alone, tuple([slot if slot is None else copied(slot) for slot in seen])
+        whole, slots, rule = self.layout.parameters[at], self.slots[at], self.rules[alone.group]
+        own = rule if view == SAME else rule.rule_for(alone.shape, alone.dtype)
+        check_rule(own, alone)
+        if slots is None:
+            return alone, None, own
+        shaped = any(slot is not None and tuple(slot.shape) not in (whole.shape, ()) for slot in slots)
+        if own is not rule or (view != SAME and shaped):
+            return alone._replace(counter=len(self.counters)), fresh_slots(alone, program_of(own)), own
+        seen = [slot if slot is None or tuple(slot.shape) != whole.shape else view.apply(slot) for slot in slots]
+        return alone, tuple([slot if slot is None else copied(slot) for slot in seen]), own
 
     # Rules ------------------------------------------------------------------------------------------------------------
 
@@ -320,13 +335,14 @@ class State:
         }
         return self._with_rules(chosen, rules)
 
-    def replace(self, selector: "Selectable | Rule", rule: Rule | None = None) -> "State":
+    def replace(self, selector: "Selectable | RuleFor", rule: "RuleFor | None" = None) -> "State":
         """Give parameters another rule. Slots that both rules have under one name are kept, and the count with them.
 
         Other slots start afresh. A new part of a chain that needs the count from its beginning, as the moments of Adam do,
         sets it back to zero, and then all such parts start afresh.
 
-        `replace(rule)` replaces the rule of all parameters.
+        `replace(rule)` replaces the rule of all parameters. For the rule, anything serves that `setup` takes: a mapping from
+        selectors to rules, a function of the record, `layerwise(…)`.
 
         **Raises** `PathError` when nothing matches; `StateError` when the rule cannot train a parameter.
 
@@ -340,14 +356,16 @@ class State:
         """
         if rule is None:
             selector, rule = "**", selector  # type: ignore[assignment]
-        if not isinstance(rule, Rule) or isinstance(selector, Rule):
-            raise HyperparameterError(f"{rule!r} is not a rule; replace takes a rule, or a selector and a rule")
-        chosen = matching(self.layout.parameters, selector)
+        if isinstance(selector, Rule):
+            raise HyperparameterError("replace takes a rule, or a selector and a rule, in this order")
+        check_kind(rule, "replace")
+        chosen, choose = matching(self.layout.parameters, selector), chooser(rule)  # type: ignore[arg-type]
+        check_selectors(rule, [self.layout.parameters[at] for at in chosen])  # type: ignore[arg-type]
         rules, parameters = list(self.rules), list(self.layout.parameters)
         counters, slots = list(self.counters), list(self.slots)
         groups: dict[Any, int] = {}
         for at in chosen:
-            own = rule.rule_for(parameters[at].shape, parameters[at].dtype)
+            own = choose(parameters[at])
             check_rule(own, parameters[at])
             program = program_of(own)
             if own.key not in groups:
@@ -526,7 +544,18 @@ class State:
         widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))] if lines else []
         body = ["  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
         more = [f"  … and {len(leaves) - _LINES} more"] if len(leaves) > _LINES else []
-        return "\n".join([repr(self), *body, *more])
+        return "\n".join([repr(self), *body, *more, *([f"  {self.kept}"] if self.kept else [])])
+
+    @property
+    def kept(self) -> str:
+        """The numbers of `memory` in a line: `skipnonfinite: skipped=1`."""
+        shown = {
+            name: ", ".join(
+                f"{key}={value}" for key, value in own.items() if getattr(value, "shape", ()) == () and value is not None
+            )
+            for name, own in self.memory.items()
+        }
+        return "; ".join(f"{name}: {text}" for name, text in shown.items() if text)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, State):
@@ -594,10 +623,33 @@ def _memory(rules: Sequence[Rule], old: Mapping[str, Mapping[str, Any]], *, trac
             if first.with_values({**first.hyperparameters, **dict.fromkeys(first.individual)}) != member.with_values(
                 {**member.hyperparameters, **dict.fromkeys(member.individual)}
             ):
-                raise StateError(f"{first!r} and {member!r} decide for the whole tree, so they have to be equal for all parameters")
+                but = f", but for {', '.join(first.individual)}" if first.individual else ""
+                raise StateError(
+                    f"{first!r} and {member!r} decide for the whole tree, so they have to be equal for all parameters{but}; "
+                    "give all parameters the same"
+                )
             fresh = pytree.as_arrays(dict(form.memory)) if traced else dict(form.memory)
             memory[form.name] = dict(old.get(form.name) or fresh)
+    _check_order(rules)
     return memory
+
+
+def _check_order(rules: Sequence[Rule]) -> None:
+    """Check that parts which decide for the whole tree stand in one order in all rules.
+
+    **Raises** `StateError`.
+    """
+    pairs: dict[tuple[str, str], Rule] = {}
+    for rule in rules:
+        names = [form.name for form in program_of(rule).members if form.gate or form.memory]
+        for first, second in combinations(names, 2):
+            other = pairs.get((second, first))
+            if other is not None:
+                raise StateError(
+                    f"{first} and {second} decide for the whole tree, and stand in one order in {rule!r} and in the other in "
+                    f"{other!r}; put them in the same order"
+                )
+            pairs[first, second] = rule
 
 
 def _begun(rule: Rule, kept: list[Any]) -> list[Any] | None:

@@ -1,6 +1,7 @@
 """The reference backend: any array library, and NumPy in blocks that stay in cache."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from importlib import import_module
 from types import SimpleNamespace
@@ -103,7 +104,10 @@ class Namespace:
         usual = self.isfinite(x) & (size > 0)
         # The distance between neighbours is a power of two.
         exponent = self._library.floor(self._library.log2(self.where(usual, size, 1.0))) - (bits - 1)
-        unit = 2.0**exponent
+        # Below the normal numbers of bfloat16 the distance stays; where it is flushed to zero, nothing is rounded.
+        unit = 2.0 ** self.maximum(exponent, -133.0)
+        usual = usual & (unit > 0)
+        unit = self.where(usual, unit, 1.0)
         down = self._library.floor(x / unit)
         up = x / unit - down > self._uniform(x, key)
         return self.where(usual, self.where(up, down + 1, down) * unit, x)
@@ -206,6 +210,13 @@ def _written(old: np.ndarray, new: np.ndarray) -> np.ndarray:
     return new
 
 
+@contextmanager
+def _plainly(library: str) -> Iterator[None]:
+    """Inside, arithmetic neither warns of NaN and infinity nor is recorded for differentiation."""
+    with np.errstate(all="ignore"), _import("torch").no_grad() if library == "torch" else nullcontext():
+        yield
+
+
 def decide(batch: Batch, member: int) -> None:
     """Add the scalars that a member derives from the sums over each parameter."""
     derive(batch, member, sums(batch, member))
@@ -245,7 +256,7 @@ def sums_of(batch: Batch, member: int, at: int) -> list[Any]:
     whole = batch.prepared is None or not program.head(member).elementwise
     rows = _row_mask(batch.live_rows[at], batch.shapes[at]) if whole else None
     total: list[Any] = [0.0] * program.members[member].sums
-    with np.errstate(all="ignore"):
+    with _plainly(batch.library):
         for xp, g, p, slots in _pieces(batch, at, whole):
             g, p, _ = _through(batch, at, xp, g, p, h[:member], slots)
             inputs = [wide(array) for array in (g, p, *slots[program.spans[member]])]
@@ -258,7 +269,7 @@ def sums_of(batch: Batch, member: int, at: int) -> list[Any]:
 def reached(batch: Batch, member: int) -> list[tuple[Any, Any, tuple[Any, ...]]]:
     """For each parameter what reaches one member, on whole arrays."""
     found = []
-    with np.errstate(all="ignore"):
+    with _plainly(batch.library):
         for at in range(len(batch.params)):
             h = [batch.h(k, at) for k in range(member)]
             for xp, g, p, slots in _pieces(batch, at, whole=True):
@@ -272,7 +283,7 @@ def run(batch: Batch, length: int, *, step: bool) -> tuple[list[Any], list[tuple
     program = batch.program.head(length)
     new: list[Any] = list(batch.prepared.params) if batch.prepared else list(batch.params)
     new_slots: list[tuple[Any, ...]] = list(batch.prepared.slots) if batch.prepared else list(batch.slots)
-    with np.errstate(all="ignore"):
+    with _plainly(batch.library):
         for at in range(len(new)):
             h = [batch.h(k, at) for k in range(length)]
             if batch.prepared:
@@ -288,6 +299,11 @@ def _run_numpy(batch: Batch, at: int, program: Program, h: list[Any], step: bool
     for xp, g, p, old, part in _numpy_pieces(batch, at, whole):
         p, new = _moved(batch, at, xp, g, p, h, old, step)
         rows = _row_mask(batch.live_rows[at], batch.shapes[at]) if whole else None
+        # A rule may keep an old slot in a new one: what is about to be written is copied first.
+        new = [
+            value.copy() if any(k != other and np.may_share_memory(value, slot) for other, slot in enumerate(old)) else value
+            for k, value in enumerate(new)
+        ]
         for target, value in zip(slots[at], new, strict=True):
             if value is not None:
                 _store(target if whole else target.reshape(-1)[part], value, rows)
@@ -314,7 +330,10 @@ def _run_array(batch: Batch, at: int, program: Program, h: list[Any], step: bool
         given.append(value)
         slots.append(_kept(xp._library, before, value, rows, copy=shared))
     before = batch.params[at]
-    return (_kept(xp._library, before, p, rows, copy=any(p is each for each in given)) if step else before), tuple(slots)
+    if not step:
+        return before, tuple(slots)
+    after = _kept(xp._library, before, p, rows, copy=any(p is each for each in given))
+    return (after.requires_grad_() if getattr(before, "requires_grad", False) else after), tuple(slots)
 
 
 def _kept(library: Any, before: Any, value: Any, rows: np.ndarray | None, *, copy: bool) -> Any:
@@ -356,9 +375,9 @@ def _through(
     """
     program = batch.program
     new: list[Any] = [None] * len(slots)
-    for member, span, scalars in zip(program.members, program.spans, h, strict=False):
+    for k, (member, span) in enumerate(zip(program.members, program.spans, strict=True)):
         if member.load is not None:
-            p = member.load(xp, p, scalars, *slots[span])
+            p = member.load(xp, p, batch.h(k, at), *slots[span])
     for k, (member, span, scalars) in enumerate(zip(program.members, program.spans, h, strict=False)):
         if member.apply_tree is not None:
             g, new[span] = batch.outcomes[k][at]

@@ -8,13 +8,22 @@ from typing import Any, Protocol
 import numpy as np
 
 from optimisers.backends.arrays import dtype_name, library_of, trainable_dtype
-from optimisers.errors import DtypeError, GradientError, ModelError, ShapeError
+from optimisers.errors import DtypeError, GradientError, HyperparameterError, ModelError, ShapeError
 from optimisers.rules.program import Program
 
 __all__ = ["Backend", "Batch", "Runs", "check", "check_gradient", "check_parameter", "columns_of", "mask_of"]
 
 Runs = tuple[tuple[int, int], ...]
 """Ranges of rows (start, stop), ascending and apart."""
+
+
+class Scalars(SimpleNamespace):
+    """The scalars of a step, as attributes."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise HyperparameterError(f"a kernel asks for h.{name}; the scalars of its rule are {', '.join(vars(self)) or 'none'}")
 
 
 @dataclass(slots=True)
@@ -52,10 +61,10 @@ class Batch:
         """The rows of the table of scalars."""
         return int(max(self.row, default=0)) + 1
 
-    def h(self, member: int, at: int) -> SimpleNamespace:
+    def h(self, member: int, at: int) -> Scalars:
         """The scalars of one member for one parameter, as a kernel receives them."""
         row = self.row[at]
-        return SimpleNamespace(**{name: _plain(values[row]) for name, values in self.scalars[member].items()})
+        return Scalars(**{name: _plain(values[row]) for name, values in self.scalars[member].items()})
 
 
 def columns_of(values: dict[str, Any], rows: int) -> dict[str, Any]:

@@ -48,7 +48,8 @@ def compile_at_once(function: Callable[..., Any], signature: str, **options: Any
     """Compile at once, and keep the machine code on disk where there is a place to write."""
     try:
         return numba.njit(signature, cache=True, **options)(function)
-    except RuntimeError:
+    except (RuntimeError, ImportError, AttributeError):
+        # There is no place to write, or what is kept there speaks of code that has moved.
         return numba.njit(signature, **options)(function)
 
 
@@ -77,10 +78,10 @@ def _build(program: Program, dtypes: tuple[str, ...], columns: tuple[tuple[str, 
     scope: dict[str, Any] = {dtype: getattr(nb_types, dtype) for dtype in DTYPES}
     scope |= {"__name__": __name__, "xp": elementwise, "carray": carray, "pointer": pointer}
     for at, (kernel, names) in enumerate(zip(kernels, columns, strict=True)):
-        scope[f"k{at}"] = numba.njit(kernel, **elementwise.OPTIONS)
+        scope[f"k{at}"] = numba.njit(_ours(kernel), **elementwise.OPTIONS)
         scope[f"H{at}"] = namedtuple(f"H{at}", names)  # noqa: PYI024  # made at run time, for Numba
     if measure is not None:
-        scope["m"] = numba.njit(measure, **elementwise.OPTIONS)
+        scope["m"] = numba.njit(_ours(measure), **elementwise.OPTIONS)
     marks = [_fingerprint(function) for function in (*kernels, measure) if function is not None]
     # The name is the function's identity to Numba, so each has its own.
     name = f"loop_{_digest(source, marks, columns)}"
@@ -93,6 +94,17 @@ def _build(program: Program, dtypes: tuple[str, ...], columns: tuple[tuple[str, 
     if path is None:
         return numba.njit(signature, nogil=True, **elementwise.OPTIONS)(scope[name])
     return compile_at_once(scope[name], signature, nogil=True, **elementwise.OPTIONS)
+
+
+def _ours(function: Callable[..., Any] | None) -> Callable[..., Any]:
+    """A kernel as if it were written here: machine code that is kept on disk must not ask for the module it came from."""
+    assert isinstance(function, types.FunctionType)
+    used = {name: function.__globals__[name] for name in _names(function.__code__) if name in function.__globals__}
+    scope = {"__name__": __name__, "__builtins__": function.__globals__.get("__builtins__", __builtins__), **used}
+    ours = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
+    ours.__kwdefaults__ = function.__kwdefaults__
+    ours.__module__ = __name__
+    return ours
 
 
 def _source(program: Program, dtypes: tuple[str, ...], columns: tuple[tuple[str, ...], ...], purpose: str) -> str:

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optimisers.backends.arrays import compute_dtype
+from optimisers.assignment import check_kind
+from optimisers.backends.arrays import compute_dtype, library_of
 from optimisers.errors import HyperparameterError, ModelError, StateError
 from optimisers.rules.base import Rule, Slot, rule
 from optimisers.setup import setup
@@ -93,6 +94,8 @@ class _Start:
     number: int
 
     def __call__(self, parameter: Any) -> Any:
+        if library_of(parameter) not in ("jax", "numpy"):
+            raise StateError(f"a transformation of Optax trains arrays of JAX and NumPy, not of {library_of(parameter)}")
         array = jnp.asarray(parameter)
         return self.transformation.start({_ALONE: array.astype(compute_dtype(str(array.dtype)))})[self.number]
 
@@ -195,7 +198,10 @@ def from_optax(transformation: Any) -> FromOptax:
     One that does not (`optax.clip_by_global_norm`, `optax.MultiSteps`, …) acts on the live parameters together, which it sees
     as a flat dict from path to array. Which of the two it is, is found out by trying it on two small arrays.
 
-    The rule is complete: it subtracts from the parameters what the transformation would have added.
+    The rule is complete: it subtracts from the parameters what the transformation would have added. A part of a rule (`optax.clip`)
+    does not scale by a negative learning rate, as a complete one does at its end; put it into an `optax.chain`. Masks and labels
+    that go by path see that flat dict as well; give `setup` a mapping from selectors to rules instead. The functions of Optax
+    cannot be pickled, nor can a state that holds them.
 
     **Arguments:**
 
@@ -220,7 +226,7 @@ def from_optax(transformation: Any) -> FromOptax:
 
 def _each_alone(transformation: _Transformation) -> bool:
     """Whether what comes out for one parameter is the same without a second one, and whatever stands in it, before or behind."""
-    mine = jnp.linspace(-1.0, 2.0, 16).reshape(4, 4)
+    mine = jnp.linspace(-1.0, 2.0, 16, dtype=jnp.float32).reshape(4, 4)
 
     def outcome(**others: Any) -> list[Any]:
         params = {"m": mine} | {name: value + 1 for name, value in others.items()}
@@ -232,14 +238,15 @@ def _each_alone(transformation: _Transformation) -> bool:
             found.append(steps["m"])
         return [*found, *(leaf for leaf, (owner, *_) in zip(leaves, form, strict=True) if owner in ("m", None))]
 
-    others = [jnp.full((4, 4), value) for value in (1e3, jnp.nan)]
+    others = [jnp.full((4, 4), value, jnp.float32) for value in (1e3, jnp.nan)]
     # Compilers round one program in one way and a larger one in another.
     with jax.disable_jit():
         try:
             alone = outcome()
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             raise HyperparameterError(
-                f"the transformation cannot be called with gradients, state and parameters alone: {error}"
+                "the transformation cannot be called with gradients, state and parameters alone, which it sees as a flat dict from "
+                f"path to array: {error}"
             ) from error
         return all(_same(alone, outcome(**{name: other})) for name in ("a", "z") for other in others)
 
@@ -264,6 +271,8 @@ def as_optax(rule: Any) -> optax.GradientTransformation:
         >>> state.step
         1
     """
+
+    check_kind(rule, "as_optax")
 
     def init(params: Any) -> Any:
         return setup(rule, params)

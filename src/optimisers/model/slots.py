@@ -85,5 +85,6 @@ def copied_as(array: Any, dtype: str, library: str) -> Any:
     """A contiguous copy in another dtype."""
     if library == "numpy":
         return np.array(array, numpy_dtype(dtype), order="C", subok=False)
+    array = array.detach() if library == "torch" else array
     made = namespace_of(array)
     return made.asarray(array, copy=True) if dtype_name(array) == dtype else made.astype(array, getattr(made, dtype), copy=True)

@@ -25,7 +25,7 @@ class AdaMax(Rule):
     - `eps`: ε ≥ 0.
     - `weight_decay`: λ ≥ 0, coupled.
 
-    Slots: `mu` like the parameter; `peak` real.
+    Slots: `mu` like the parameter; `largest` (u) real.
 
     Example:
         >>> import optimisers as op
@@ -40,7 +40,7 @@ class AdaMax(Rule):
     eps: Hyper = 1e-8
     weight_decay: Hyper = 0.0
 
-    slots = {"mu": LIKE, "peak": REAL}
+    slots = {"mu": LIKE, "largest": REAL}
 
     def scalars(self, step: Any) -> dict[str, Any]:
         first, second = self.betas

@@ -56,7 +56,7 @@ class RMSProp(Rule):
     - `momentum`: ρ ≥ 0. Whether it is zero is static.
     - `centered`: subtract the squared mean.
 
-    Slots: `nu` real; `mu` where centred; `velocity` where there is momentum.
+    Slots: `nu` real; `mu` where centred; `scaled_velocity` where there is momentum.
 
     Example:
         >>> import optimisers as op
@@ -85,7 +85,7 @@ class RMSProp(Rule):
     def slots(self) -> Mapping[str, Slot]:
         slots: dict[str, Slot] = {"nu": REAL}
         slots |= {"mu": LIKE} if self.centered else {}
-        return slots if self._still else {**slots, "velocity": LIKE}
+        return slots if self._still else {**slots, "scaled_velocity": LIKE}
 
     @property
     def kernel(self) -> Callable[..., Any]:

@@ -12,7 +12,21 @@ import numpy as np
 
 from optimisers.errors import HyperparameterError, suggest
 
-__all__ = ["COPY", "LIKE", "REAL", "Hyper", "Rule", "Slot", "is_traced", "join", "rule", "split", "stack"]
+__all__ = [
+    "COPY",
+    "FROM_OPTAX",
+    "LIKE",
+    "REAL",
+    "Hyper",
+    "Rule",
+    "Slot",
+    "is_of_optax",
+    "is_traced",
+    "join",
+    "rule",
+    "split",
+    "stack",
+]
 
 Hyper: TypeAlias = Any
 """A hyperparameter: a number, or a schedule, which is any function of the state's step (counted from 0).
@@ -283,6 +297,10 @@ def rule(cls: _Cls) -> _Cls:
     return made
 
 
+_ELSEWHERE = {
+    "weight_decay": "; AdamW has it, and Chain(WeightDecay(…), …) adds it to any rule",
+    "amsgrad": "; the rules AMSGrad and AdamW have it",
+}
 _OTHER_NAMES = {"learning_rate": "lr", "beta1": "betas", "beta2": "betas", "b1": "betas", "b2": "betas", "wd": "weight_decay"}
 
 
@@ -295,6 +313,7 @@ def _with_known_names(init: Callable[..., None]) -> Callable[..., None]:
         for name in kwargs:
             if name not in names:
                 hint = f'; it is called "{_OTHER_NAMES[name]}" here' if _OTHER_NAMES.get(name) in names else suggest(name, names)
+                hint = _ELSEWHERE.get(name, hint)
                 raise HyperparameterError(f'{type(self).__name__} has no hyperparameter "{name}"{hint}')
         init(self, *args, **kwargs)
 
@@ -326,6 +345,11 @@ def _check_scope(cls: type[Rule]) -> None:
     if cls.scope == "leaf" and (cls.gate or cls.memory):
         raise HyperparameterError(f'{cls.__name__} has a gate or a memory, and those are for the whole tree: scope = "tree"')
     slots = cls.__dict__.get("slots", {})
+    for name, kind in slots.items() if isinstance(slots, Mapping) else ():
+        if not isinstance(kind, Slot):
+            raise HyperparameterError(
+                f"{cls.__name__}.slots: {name} is {kind!r}, and not a kind such as LIKE, REAL, COPY or Slot(…)"
+            )
     if cls.apply is None and isinstance(slots, Mapping) and any(slot.shape for slot in slots.values()):
         raise HyperparameterError(
             f"{cls.__name__} has slots of another shape than the parameter, which a kernel cannot fill; write apply"
@@ -444,6 +468,14 @@ class _Number:
 
 
 _NUMBER = _Number()
+
+
+FROM_OPTAX = "from optimisers.interop.optax import from_optax, and give from_optax(…)"
+
+
+def is_of_optax(value: Any) -> bool:
+    """Whether a value looks like a gradient transformation of Optax."""
+    return not isinstance(value, type) and callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))
 
 
 def is_traced(value: Any) -> bool:

@@ -5,7 +5,7 @@ from itertools import pairwise
 from typing import Any, Self
 
 from optimisers.errors import HyperparameterError, suggest
-from optimisers.rules.base import Rule, member_names, named, rule
+from optimisers.rules.base import FROM_OPTAX, Rule, is_of_optax, member_names, named, rule
 
 __all__ = ["Chain"]
 
@@ -36,6 +36,7 @@ class Chain(Rule):
                 hint = {type: "call it", list: "pass its members one by one", tuple: "pass its members one by one"}.get(
                     type(each), ""
                 )
+                hint = FROM_OPTAX if is_of_optax(each) else hint or ("put the chain into it" if callable(each) else "")
                 raise HyperparameterError(f"a chain holds rules, and {each!r} is none" + (f"; {hint}" if hint else ""))
         members = tuple(member for each in rules for member in each.members)
         for before, after in pairwise(members):

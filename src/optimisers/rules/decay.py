@@ -11,6 +11,8 @@ __all__ = ["SignDecay", "WeightDecay"]
 class WeightDecay(Rule):
     r"""Adds $\lambda p$ to the gradient: L2 regularisation when it stands first in a chain, decoupled decay when last.
 
+    Decoupled, it is not multiplied by the learning rate, unlike the `weight_decay` of `AdamW`: give `lr * weight_decay`.
+
     **Arguments:**
 
     - `weight_decay`: λ ≥ 0.

@@ -59,9 +59,10 @@ class Muon(Rule):
     - `nesterov`: orthogonalise $g + \rho(v - g)$, not v.
     - `ns_coefficients`: (a, b, c). `eps`: the least norm to divide by. `ns_steps`: how many steps, 1 to 99.
     - `adjust_lr_fn`: `"original"` (s = √max(1, rows/columns)), `"match_rms_adamw"` (s = 0.2 √max(rows, columns)) or `"none"`.
-    - `fallback`: the rule for parameters that are no matrices. Without one they are an error at `setup`.
+    - `fallback`: the rule for parameters that are no matrices. Without one they are an error at `setup`. Embeddings and heads are
+      matrices, too; give them another rule with a mapping: `{"embed": AdamW(3e-4), "**": Muon(0.02, fallback=AdamW(3e-4))}`.
 
-    Slots: `velocity` like the parameter. Real parameters with two axes only.
+    Slots: `mu` (v) like the parameter. Real parameters with two axes only.
 
     Example:
         >>> import numpy as np, optimisers as op
@@ -83,7 +84,7 @@ class Muon(Rule):
     adjust_lr_fn: str = "original"
     fallback: Rule | None = None
 
-    slots = {"velocity": LIKE}
+    slots = {"mu": LIKE}
     options = ("ns_steps",)
     ranges = {"ns_coefficients": (-math.inf, math.inf, False), "ns_steps": (1, 100, False)}
 

@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from optimisers.errors import HyperparameterError, StateError
-from optimisers.rules.base import COPY, LIKE, REAL, Hyper, Rule, is_traced, rule
+from optimisers.rules.base import COPY, LIKE, REAL, Hyper, Rule, rule
 
 __all__ = ["Prodigy", "ScheduleFree"]
 
@@ -28,7 +28,8 @@ class Prodigy(Rule):
     - `d0`: the first estimate, > 0. `d_coef`: c > 0.
     - `safeguard_warmup`: leave `lr` and the bias correction out of s.
 
-    Slots: `mu`, `total` and `start` (p₀) like the parameter; `nu` real. Memory: `d`, `r`. The estimate is one for all parameters.
+    Slots: `scaled_mu`, `gradients` (s) and `start` (p₀) like the parameter; `scaled_nu` real. Memory: `d`, `r`. The estimate is one
+    for all parameters.
 
     Example:
         >>> import optimisers as op
@@ -48,7 +49,7 @@ class Prodigy(Rule):
     safeguard_warmup: bool = False
 
     ranges = {"beta3": (0.0, 1.0, False), "d0": (math.ulp(0.0), math.inf, False), "d_coef": (math.ulp(0.0), math.inf, False)}
-    slots = {"mu": LIKE, "nu": REAL, "total": LIKE, "start": COPY}
+    slots = {"scaled_mu": LIKE, "scaled_nu": REAL, "gradients": LIKE, "start": COPY}
     memory = {"d": 0.0, "r": 0.0}
     individual = ("weight_decay",)
     scope = "tree"
@@ -127,7 +128,7 @@ class ScheduleFree(Rule):
 
     ranges = {"weight_lr_power": (0.0, math.inf, False)}
     slots = {"z": COPY, "nu": REAL}
-    memory = {"largest": 0.0, "weights": 0.0, "beta": 0.0, "evaluating": 0}
+    memory = {"largest": 0.0, "weights": 0.0, "beta": 1.0, "evaluating": False}
     individual = ("weight_decay",)
 
     def _check(self, name: str, value: Any) -> None:
@@ -138,7 +139,7 @@ class ScheduleFree(Rule):
             )
 
     def scalars(self, step: Any, largest: Any, weights: Any, beta: Any, evaluating: Any) -> dict[str, Any]:
-        if not is_traced(evaluating) and evaluating:
+        if evaluating:
             raise StateError(
                 "the model holds its evaluation weights; call optimisers.training(state, model) before the next update"
             )

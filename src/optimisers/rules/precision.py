@@ -1,6 +1,5 @@
 """Parts for parameters in half precision: float32 masters, stochastic rounding."""
 
-import math
 from typing import Any
 
 from optimisers.rules.base import COPY, Rule, Slot, rule
@@ -43,13 +42,13 @@ class MixedPrecision(Rule):
 class StochasticRounding(Rule):
     r"""Rounds a bfloat16 parameter up or down at random after its step, so that small steps count on average.
 
-    A value between two neighbours becomes the upper one with a probability equal to its distance from the lower one, in
-    units of theirs. The
-    choice depends on the seed, the path, the step and the place alone. Parameters of other dtypes are left alone.
+    A value between two neighbours becomes the upper one with a probability equal to its distance from the lower one, in units of
+    theirs. The choice depends on the seed, the path, the step and the place alone (JAX draws numbers of its own). Parameters of
+    other dtypes are left alone. It acts after the whole chain, wherever it stands in it.
 
     **Arguments:**
 
-    - `seed`: a whole number, ≥ 0.
+    - `seed`: a whole number in [0, 2³¹).
 
     Example:
         >>> from optimisers import Adam, Chain, StochasticRounding
@@ -60,7 +59,7 @@ class StochasticRounding(Rule):
 
     seed: int = 0
 
-    ranges = {"seed": (0, math.inf, False)}
+    ranges = {"seed": (0, 2.0**31, False)}
     keyed = True
 
     def rule_for(self, shape: tuple[int, ...], dtype: str) -> Rule:

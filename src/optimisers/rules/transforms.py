@@ -112,12 +112,13 @@ class ClipAdaptive(Rule):
 class AddNoise(Rule):
     r"""Adds Gaussian noise to the gradient, of a variance that falls: $g + \mathcal N(0, \eta/t^\gamma)$.
 
-    The noise depends on the seed, the path, the step and the place alone, so a run can be repeated, and resumed.
+    The noise depends on the seed, the path, the step and the place alone, so a run can be repeated, and resumed. JAX draws
+    numbers of its own.
 
     **Arguments:**
 
     - `eta`: η ≥ 0. `gamma`: γ ≥ 0.
-    - `seed`: a whole number, ≥ 0.
+    - `seed`: a whole number in [0, 2³¹).
 
     Example:
         >>> from optimisers import SGD, AddNoise, Chain
@@ -130,7 +131,7 @@ class AddNoise(Rule):
     gamma: Hyper = 0.55
     seed: int = 0
 
-    ranges = {"eta": (0.0, math.inf, False), "gamma": (0.0, math.inf, False), "seed": (0, math.inf, False)}
+    ranges = {"eta": (0.0, math.inf, False), "gamma": (0.0, math.inf, False), "seed": (0, 2.0**31, False)}
     keyed = True
 
     def scalars(self, step: Any) -> dict[str, Any]:

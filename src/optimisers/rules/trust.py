@@ -94,7 +94,7 @@ class LARS(Rule):
     - `eps`: ε ≥ 0.
     - `nesterov`: Nesterov's momentum.
 
-    Slots: `velocity` like the parameter.
+    Slots: `scaled_velocity` like the parameter: the learning rate is in it.
 
     Example:
         >>> import optimisers as op
@@ -112,7 +112,7 @@ class LARS(Rule):
     nesterov: bool = False
 
     ranges = {"trust_coefficient": (math.ulp(0.0), math.inf, False)}
-    slots = {"velocity": LIKE}
+    slots = {"scaled_velocity": LIKE}
     scope = "leaf"
     sums = 2
 
