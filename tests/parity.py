@@ -17,6 +17,7 @@ from unittest.mock import patch
 import numpy as np
 
 import optimisers as op
+from optimisers.schedules import Linear
 from tests.conftest import BACKENDS, EPS, Backend, dtype_of, leaf, numpy_dtype, random_array, train, wide
 
 STEPS = 20
@@ -189,7 +190,7 @@ def _cautious_amsgrad(t: int, p: Any, g: Any, m: Any) -> Any:
 def _adafactor(t: int, p: Any, g: Any, m: Any) -> Any:
     m["nu"] = m["nu"] + t**-0.8 * (g**2 - m["nu"])
     step = g / np.sqrt(m["nu"])
-    return p - 0.1 * step / max(1.0, float(np.sqrt((step**2).mean())))
+    return p - 0.4 * step / max(1.0, float(np.sqrt((step**2).mean())))
 
 
 def _plain_muon(t: int, p: Any, g: Any, m: Any) -> Any:
@@ -231,6 +232,17 @@ class Comparison:
         usual = {each.name: each.default for each in dataclasses.fields(mine)}  # type: ignore[arg-type]
         return {name: value for name, value in mine.hyperparameters.items() if value != usual[name]}
 
+    def without(self, name: str) -> op.Rule:
+        """The rule with one option as usual."""
+
+        def usual(member: op.Rule) -> op.Rule:
+            default = next(each.default for each in dataclasses.fields(member) if each.name == name)  # type: ignore[arg-type]
+            return dataclasses.replace(member, **{name: default})  # type: ignore[type-var]
+
+        if type(self.rule) is self.subject:
+            return usual(self.rule)
+        return op.Chain(*(usual(member) if type(member) is self.subject else member for member in self.rule.members))
+
     @property
     def options(self) -> list[str]:
         """What the table says of it."""
@@ -259,6 +271,10 @@ class Case(Comparison):
     """The steps at which a gradient holds NaN."""
     lean: float = 0.0
     """What is added to all gradients, so that the parameters go somewhere."""
+    size: float = 1.0
+    """What all gradients are multiplied by."""
+    fade: float = 1.0
+    """What gradients are multiplied by from one step to the next."""
     outcome: Callable[[op.State, Any], Any] = _model
     """What is compared, from the state and the model after the last step."""
 
@@ -293,6 +309,10 @@ class Case(Comparison):
 
         start = made()
         gradients = [{name: array + array.dtype.type(self.lean) for name, array in made().items()} for _ in range(STEPS)]
+        for step, each in enumerate(gradients):
+            factor = self.size * self.fade**step
+            if factor != 1:
+                each |= {name: (array * array.dtype.type(factor)).astype(array.dtype) for name, array in each.items()}
         for step in self.broken:
             gradients[step]["w"][0, 0] = np.nan
         return start, gradients
@@ -486,7 +506,8 @@ CASES: Sequence[Comparison] = (
     # Matrices
     _muon(),
     _muon(weight_decay=0.2, momentum=0.8, nesterov=False, adjust_lr_fn="match_rms_adamw"),
-    _muon(ns_coefficients=(3.0, -4.0, 2.0), eps=1e-5, ns_steps=3, adjust_lr_fn="original"),
+    _muon(ns_coefficients=(3.0, -4.0, 2.0), ns_steps=3, adjust_lr_fn="original"),
+    dataclasses.replace(_muon(eps=1e-5, adjust_lr_fn="original"), size=1e-6),
     *_same(
         op.Adafactor,
         "Adafactor",
@@ -494,7 +515,7 @@ CASES: Sequence[Comparison] = (
         {"lr": 0.4, "beta2_decay": -0.5, "eps": (1e-3, 2.0), "d": 1.1, "weight_decay": 0.2},
     ),
     Case(
-        op.Adafactor(0.1, factored=False, relative_step=False, scale_parameter=False),
+        op.Adafactor(0.4, factored=False, relative_step=False, scale_parameter=False),
         formula("Shazeer and Stern (2018)", _adafactor),
     ),
     Case(op.Muon(0.1, adjust_lr_fn="none"), formula("Jordan et al. (2024)", _plain_muon), shapes=MATRICES),
@@ -525,10 +546,10 @@ CASES: Sequence[Comparison] = (
     ),
     Case(op.ScheduleFree(), optax("contrib.schedule_free_adamw", lambda o: o.contrib.schedule_free_adamw())),
     Case(
-        op.ScheduleFree(0.1, (0.8, 0.99), 1e-5, 0.2, 1.0),
+        op.ScheduleFree(Linear(0.0, 0.1, 8), (0.8, 0.99), 1e-5, 0.2, 1.0),
         optax(
             "contrib.schedule_free_adamw",
-            lambda o: o.contrib.schedule_free_adamw(0.1, **_OPTAX_ADAM, weight_decay=0.2, weight_lr_power=1.0),
+            lambda o: o.contrib.schedule_free_adamw(0.1, 8, **_OPTAX_ADAM, weight_decay=0.2, weight_lr_power=1.0),
         ),
     ),
     Case(
@@ -588,13 +609,13 @@ CASES: Sequence[Comparison] = (
         for dtypes in (ANY, COMPLEX)
     ),
     Case(
-        _beside(op.ClipAdaptive(0.3, 0.8)),
-        optax("adaptive_grad_clip", lambda o: o.chain(_rows_and_vectors(o, 0.3, 0.8), o.sgd(0.1))),
+        _beside(op.ClipAdaptive(0.3, 2.5)),
+        optax("adaptive_grad_clip", lambda o: o.chain(_rows_and_vectors(o, 0.3, 2.5), o.sgd(0.1))),
         op.ClipAdaptive,
     ),
     Case(
-        _beside(op.ClipAdaptive(0.3, 0.8, -1)),
-        optax("adaptive_grad_clip", lambda o: o.chain(o.adaptive_grad_clip(0.3, 0.8), o.sgd(0.1))),
+        _beside(op.ClipAdaptive(0.3, 2.5, -1)),
+        optax("adaptive_grad_clip", lambda o: o.chain(o.adaptive_grad_clip(0.3, 2.5), o.sgd(0.1))),
         op.ClipAdaptive,
     ),
     Case(_beside(op.CentraliseGrad()), optax("centralize", lambda o: o.chain(o.centralize(), o.sgd(0.1))), op.CentraliseGrad),

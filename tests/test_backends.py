@@ -7,6 +7,7 @@ import sys
 import tempfile
 import threading
 import types
+import warnings
 from collections.abc import Iterator
 from pathlib import Path as FilePath
 from typing import Any
@@ -276,8 +277,6 @@ def test_a_child_process_makes_threads_of_its_own() -> None:
     assert compiled._pool is not None
     read, write = os.pipe()
     # What the warning is about, threads that a fork does not copy, is what is tested.
-    import warnings
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         warnings.simplefilter("ignore", RuntimeWarning)  # JAX says the same
@@ -693,3 +692,95 @@ def test_large_and_small_numbers_keep_their_meaning(numpy_backend: Backend) -> N
     assert np.isnan(model[0][0])
     assert_close(model[0][1], -0.1, 1e-7)
     assert np.isnan(wide(leaf(state, 0).slots["mu"])[0])
+
+
+# What a kernel may do, and where it may come from ----------------------------------------------------------------------
+
+
+@op.rule
+class _Previous(op.Rule):
+    """A rule that keeps an old slot in a new one."""
+
+    lr: op.Hyper = 0.1
+
+    slots = {"last": op.LIKE, "before": op.LIKE}
+
+    def scalars(self, step: Any) -> dict[str, Any]:
+        return {"lr": self.lr}
+
+    def kernel(xp: Any, g: Any, p: Any, h: Any, last: Any, before: Any) -> Any:
+        return h.lr * g, g, last
+
+
+def test_a_slot_may_become_another(backend: Backend) -> None:
+    for step in (op.update, op.update_):
+        model = {"w": backend.array([1.0, 1.0])}
+        state = op.setup(_Previous(), model)
+        for value in (1.0, 2.0, 3.0):
+            state, model = step(state, model, {"w": backend.array([value, value])})
+        found = {name: backend.read(slot).tolist() for name, slot in leaf(state, "w").slots.items()}
+        assert found == {"last": [3.0, 3.0], "before": [2.0, 2.0]}
+
+
+def test_machine_code_does_not_ask_for_the_module_of_its_kernel(tmp_path: FilePath) -> None:
+    rules = """
+import optimisers as op
+
+@op.rule
+class Mine(op.Rule):
+    lr: op.Hyper = 0.1
+    def scalars(self, step):
+        return {"lr": self.lr}
+    def kernel(xp, g, p, h):
+        return h.lr * xp.tanh(g)
+"""
+    train = """
+import importlib, sys
+import numpy as np
+import optimisers as op
+model = {"w": np.ones(3)}
+op.update(op.setup(importlib.import_module(sys.argv[1]).Mine(), model), model, model)
+print("trained")
+"""
+    (tmp_path / "first.py").write_text(rules)
+    (tmp_path / "train.py").write_text(train)
+    environment = os.environ | {"OPTIMISERS_CACHE_DIR": str(tmp_path / "cache")}
+    for name in ("first", "second"):
+        done = subprocess.run(
+            [sys.executable, "train.py", name], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.stdout == "trained\n", done.stderr
+        if name == "first":
+            (tmp_path / "first.py").rename(tmp_path / "second.py")
+
+
+def test_a_step_is_not_recorded_by_torch() -> None:
+    import torch
+
+    model = {"w": torch.ones(3, requires_grad=True)}
+    state = op.setup(op.ScheduleFree(0.1), model)
+    for _ in range(3):
+        (model["w"] ** 2).sum().backward()
+        state, model = op.update_(state, model, {"w": model["w"].grad})
+        assert (model["w"].is_leaf, model["w"].requires_grad) == (True, True)
+        assert not any(slot.requires_grad for slot in leaf(state, "w").slots.values())
+    assert leaf(state, "w").step == 3
+
+
+def test_a_scalar_that_is_not_there_is_named(backend: Backend) -> None:
+    @op.rule
+    class Typo(op.Rule):
+        lr: op.Hyper = 0.1
+
+        def scalars(self, step: Any) -> dict[str, Any]:
+            return {"lr": self.lr}
+
+        def kernel(xp: Any, g: Any, p: Any, h: Any) -> Any:
+            return h.rl * g
+
+    model = {"w": backend.array([1.0])}
+    state = op.setup(Typo(), model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", op.errors.OptimiserWarning)
+        with pytest.raises(op.errors.HyperparameterError, match=r"asks for h\.rl; the scalars of its rule are lr"):
+            op.update(state, model, model)

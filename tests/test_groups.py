@@ -93,7 +93,50 @@ def test_depth_does_not_shift_when_something_is_frozen_or_left_out() -> None:
 def test_a_model_without_layers_has_two_levels() -> None:
     model = {"embed": np.ones(2), "head": np.ones(2)}
     assert _rates(op.layerwise(op.Adam(1.0), model, decay=0.5), model) == {"embed": 0.5, "head": 1.0}
-    assert _rates(op.layerwise(op.Adam(1.0), np.ones(2), decay=0.5), np.ones(2)) == {"": 1.0}
+    with pytest.raises(StateError, match="no path of the model has the number of a layer in it"):
+        op.layerwise(op.Adam(1.0), np.ones(2), decay=0.5)
+
+
+@pytest.mark.parametrize("keys", [("Dense_0", "Dense_1"), ("layer_0", "layer_1"), ("layers.0.weight", "layers.1.weight")])
+def test_numbers_within_a_key_are_read(keys: tuple[str, str]) -> None:
+    model = {"embed": np.ones(1), **{key: np.ones(1) for key in keys}, "head": np.ones(1)}
+    state = op.setup(op.layerwise(op.Descent(1.0), model, decay=0.5), model)
+    rates = [leaf(state, (key,)).rule.hyperparameters["lr"] for key in ("embed", *keys, "head")]
+    assert rates == [0.125, 0.25, 0.5, 1.0]
+
+
+def test_the_last_layer_has_the_whole_rate_where_nothing_lies_above() -> None:
+    model = [np.ones(1) for _ in range(3)]
+    assert _rates(op.layerwise(op.Descent(1.0), model, decay=0.5), model) == {"0": 0.25, "1": 0.5, "2": 1.0}
+
+
+def test_what_two_selectors_claim_is_an_error_here_too() -> None:
+    w = np.ones(2)
+    model, rules = {"a": w, "b": w}, {"a": op.AdamW(0.1), "b": op.AdamW(0.2)}
+    with pytest.raises(StateError, match="a and b are one parameter"):
+        op.setup(op.no_decay(rules, ndim=1), model)
+    with pytest.raises(StateError, match="never reached"):
+        op.setup(op.no_decay({"**": op.AdamW(), "a": op.AdamW(0.5)}, ndim=1), {"a": np.ones(1), "b": np.ones(1)})
+
+
+def test_a_function_of_a_users_own_may_have_a_check() -> None:
+    class Chooser:
+        def __call__(self, record: op.Parameter) -> op.Rule:
+            return op.Descent()
+
+        def check(self) -> None: ...
+
+    assert leaf(op.setup(Chooser(), {"a": np.ones(1)}), "a").rule == op.Descent()
+
+
+def test_a_state_takes_rules_by_layer_amid_training() -> None:
+    model = _model()
+    state = op.setup(op.AdamW(1.0), model)
+    state, _ = op.update(state, model, model)
+    other = state.replace(op.no_decay(op.layerwise(op.AdamW(1.0), model, decay=0.5), ndim=1))
+    assert leaf(other, "layers.0.bias").rule == op.AdamW(0.25, weight_decay=0.0)
+    assert leaf(other, "layers.0.bias").slots["mu"] is leaf(state, "layers.0.bias").slots["mu"]
+    assert repr(op.layerwise(op.Adam(), model)).startswith("layerwise(Adam(")
 
 
 @pytest.mark.parametrize("order", [("decoder", "embed"), ("embed", "tail")])

@@ -243,6 +243,58 @@ def test_a_state_from_a_program_is_a_state() -> None:
     assert after.replace(op.Adam(0.1))["w"].slots["mu"] is state["w"].slots["mu"]
 
 
+def test_every_state_from_a_program_can_be_changed_and_kept(rule: op.Rule) -> None:
+    model = _model()
+    state, model = jax.jit(op.update)(op.setup(rule, model), model, _grads(0))
+    for other in (state.freeze("w").thaw(), state.reset("w"), pickle.loads(pickle.dumps(state)), copy.deepcopy(state)):
+        op.update(other, model, _grads(1))
+        jax.jit(op.update)(other, model, _grads(1))
+
+
+def test_gates_that_differ_between_groups_close_as_they_do_outside() -> None:
+    counted = Counted()
+    rules = {
+        "w": op.Chain(op.SkipNonFinite(), op.AccumGrad(2), op.Descent()),
+        "**": op.Chain(op.AccumGrad(2), op.Descent()),
+    }
+    model = eager = _model()
+    state, other = op.setup(rules, model), op.setup(rules, eager)
+    for k in range(5):
+        grads = {**_grads(k), "w": jnp.full((3, 4), jnp.nan, "float32")} if k == 1 else _grads(k)
+        state, model = counted.step(state, model, grads)
+        other, eager = op.update(other, eager, grads)
+        assert int(state.memory["accumgrad"]["filled"]) == int(other.memory["accumgrad"]["filled"])
+        assert [int(leaf(state, path).step) for path in state] == [int(leaf(other, path).step) for path in other]
+    for name, array in eager.items():
+        np.testing.assert_allclose(model[name], array, rtol=1e-5)
+
+
+def test_the_models_to_evaluate_with_come_out_of_programs() -> None:
+    model = _model()
+    state, model = op.update(op.setup(op.Chain(op.Adam(0.1), op.Average(0.5)), model), model, _grads(0))
+    for name, array in op.averaged(state, model).items():
+        np.testing.assert_allclose(jax.jit(op.averaged)(state, model)[name], array, rtol=1e-6)
+    model = _model()
+    state = op.setup(op.ScheduleFree(0.1), model)
+    for k in range(3):
+        state, model = jax.jit(op.update)(state, model, _grads(k))
+    evaluated, best = jax.jit(op.evaluation)(state, model)
+    with pytest.raises(op.errors.StateError, match="holds its evaluation weights"):
+        jax.jit(op.update)(evaluated, best, _grads(3))
+    again, back = jax.jit(op.training)(evaluated, best)
+    for name, array in model.items():
+        np.testing.assert_allclose(back[name], array, rtol=1e-5, atol=1e-6)
+    jax.jit(op.update)(again, back, _grads(3))
+
+
+def test_the_state_of_an_ensemble_prints() -> None:
+    many = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf * 2]), _model())
+    state = jax.vmap(lambda model: op.setup(op.Adam(0.1), model))(many)
+    assert "Adam" in str(state)
+    assert "w" in str(op.summary(state))
+    assert state == copy.deepcopy(state)
+
+
 def test_errors_come_while_tracing() -> None:
     model = _model()
     state = op.setup(op.Adam(0.1), model)

@@ -5,7 +5,7 @@ import pytest
 
 import optimisers as op
 from tests import parity
-from tests.conftest import BACKENDS, EPS, Backend, rule_classes
+from tests.conftest import BACKENDS, EPS, Backend, rule_classes, train, wide
 
 RUNS = [
     pytest.param(case, backend, dtype, id=f"{case.subject.__name__}-{at}-{dtype}-{backend}")
@@ -43,6 +43,36 @@ def test_every_option_of_a_rule_is_compared(cls: type[op.Rule]) -> None:
     names = {name for case in parity.CASES if case.subject is cls for name in case.changed}
     # A fallback is another rule, with a reference of its own.
     assert names == cls().hyperparameters.keys() - {"fallback"}
+
+
+OPTIONS = dict.fromkeys(
+    (case.subject, name)
+    for case in parity.CASES
+    if isinstance(case, parity.Case) and case.subject is not op.Chain
+    for name in case.changed
+    if name != "fallback"
+)
+
+
+@pytest.mark.parametrize(("cls", "name"), OPTIONS, ids=lambda each: getattr(each, "__name__", each))
+def test_every_option_that_is_compared_matters_in_some_case(cls: type[op.Rule], name: str) -> None:
+    cases = [each for each in parity.CASES if isinstance(each, parity.Case) and each.subject is cls and name in each.changed]
+    assert any(_matters(case, name) for case in cases)
+
+
+def _matters(case: parity.Case, name: str) -> bool:
+    """Whether the outcome is another one without the option."""
+    dtype = next(each for each in ("float64", "complex128", *case.dtypes) if each in case.dtypes)
+    start, gradients = case.data(dtype)
+    try:
+        rules = case.rule, case.without(name)
+    except op.errors.HyperparameterError:
+        return False  # another option asks for it
+    ends = []
+    for rule in rules:
+        state, model = train(rule, {key: array.copy() for key, array in start.items()}, *gradients)
+        ends.append(case.outcome(state, model))
+    return any(float(np.abs(wide(ends[0][key]) - wide(ends[1][key])).max()) > 10 * case.tolerance(dtype) for key in start)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 
 import optimisers as op
 from optimisers.errors import HyperparameterError, StateError
-from tests.conftest import RULES, Backend, assert_close, bits, dtype_of, leaf, numpy_dtype, train, trains, wide
+from tests.conftest import RULES, Backend, assert_close, bits, branch, dtype_of, leaf, numpy_dtype, train, trains, wide
 
 HALVES = ("float16", "bfloat16")
 
@@ -647,3 +647,81 @@ def test_what_cannot_be_said_to_a_member(changes: Any, message: str) -> None:
     for wrong in ({"adam": 0.5}, {"lr": {"adam": 0.5}}, {"sgd": {"lr": 0.5}}):
         with pytest.raises(HyperparameterError):
             op.Adam().adjusted(**wrong)
+
+
+# Parts together --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", [op.Prodigy(d0=0.5), op.LAMB(0.1), op.Descent(1e-3)], ids=lambda rule: type(rule).__name__)
+def test_a_master_serves_wherever_it_stands(half_backend: Backend, rule: op.Rule) -> None:
+    rounding = op.StochasticRounding()
+    chains = (op.Chain(op.MixedPrecision(), rounding, rule), op.Chain(rounding, rule, op.MixedPrecision()))
+    masters = []
+    for chain in chains:
+        model = {"w": half_backend.array([1.0, 1.5, -2.0], "bfloat16")}
+        state = op.setup(chain, model)
+        for _ in range(20):
+            state, model = op.update(state, model, {"w": model["w"]})
+        masters.append(half_backend.read(leaf(state, "w").slots["master"]))
+    assert_close(masters[0], masters[1], 0.0)
+
+
+def test_evaluation_looks_at_the_master() -> None:
+    rng = np.random.default_rng(0)
+    bfloat16 = numpy_dtype("bfloat16")
+    model = {"w": rng.standard_normal(200).astype(bfloat16)}
+    state = op.setup(op.Chain(op.MixedPrecision(), op.ScheduleFree(0.1, betas=(0.5, 0.999))), model)
+    for _ in range(10):
+        state, model = op.update(state, model, {"w": rng.standard_normal(200).astype(bfloat16)})
+    y, z = (leaf(state, "w").slots[name] for name in ("master", "z"))
+    evaluated, best = op.evaluation(state, model)
+    assert (best["w"] == (y + (1 - 1 / 0.5) * (z - y)).astype(bfloat16)).all()
+    again, back = op.training(evaluated, best)
+    assert (back["w"] == model["w"]).all()
+    assert again == state
+
+
+def test_gates_in_two_orders_are_refused() -> None:
+    model = {"a": np.ones(1), "b": np.ones(1)}
+    rules = {
+        "a": op.Chain(op.AccumGrad(4), op.SkipNonFinite(), op.Adam()),
+        "b": op.Chain(op.SkipNonFinite(), op.AccumGrad(4), op.Adam()),
+    }
+    with pytest.raises(StateError, match="put them in the same order"):
+        op.setup(rules, model)
+    with pytest.raises(StateError, match="put them in the same order"):
+        op.setup(rules["a"], model).replace("b", rules["b"])
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [(op.Adam(), op.Prodigy()), (op.AMSGrad(), op.AdaMax()), (op.Momentum(), op.LARS()), (op.Momentum(), op.Muon())],
+    ids=lambda rule: type(rule).__name__,
+)
+def test_slots_that_mean_something_else_do_not_go_on(old: op.Rule, new: op.Rule) -> None:
+    model = {"w": np.ones((2, 2))}
+    state, _ = train(old, model, model)
+    kept = {name for name, slot in leaf(state.replace(new), "w").slots.items() if slot is leaf(state, "w").slots.get(name)}
+    assert kept <= {"mu"}
+    assert leaf(state.replace(new), "w").step == (0 if type(new) is op.Prodigy else 1)
+
+
+def test_tiny_numbers_are_rounded_to_numbers(half_backend: Backend) -> None:
+    model = {"w": half_backend.array([0.0, 1e-37, 1e-39], "bfloat16")}
+    grads = {"w": half_backend.array([1e-38, 1e-36, 1e-36], "bfloat16")}
+    _, model = train(op.Chain(op.StochasticRounding(), op.Descent(1e-4)), model, grads)
+    assert np.isfinite(wide(half_backend.read(model["w"]))).all()
+
+
+def test_a_reshaped_place_on_its_own_gets_the_rule_for_its_shape() -> None:
+    w = np.ones((3, 4))
+    model = {"a": w, "b": {"x": w.reshape(12)}}
+    grads = {"a": None, "b": {"x": np.ones(12)}}
+    for rule, expected in ((op.Muon(fallback=op.Adam()), op.Adam()), (op.AdamW(), op.AdamW())):
+        state = op.setup(rule, model)
+        for alone, path in ((state.untie("b.x"), "b.x"), (branch(state, "b"), "x")):
+            assert leaf(alone, path).rule == expected
+        op.update(state.untie("b.x"), model, grads)
+    for refused in (op.Muon(), op.Adafactor(factored=True)):
+        with pytest.raises(StateError, match=r"b\.x: .* cannot train it"):
+            op.setup(refused, model).untie("b.x")

@@ -18,7 +18,7 @@ from optimisers.model.paths import Path
 from optimisers.model.select import Selectable, as_selector, matching
 from optimisers.model.slots import carried, check_rule, copied, fresh_slots, with_started
 from optimisers.model.ties import SAME, View
-from optimisers.rules.base import Rule, member_names
+from optimisers.rules.base import Rule, member_names, split
 from optimisers.rules.program import program_of
 
 __all__ = ["Leaf", "State", "new_state"]
@@ -682,10 +682,16 @@ def _by_path(state: State) -> list[Leaf]:
 
 
 def _same_leaf(a: Leaf, b: Leaf) -> bool:
-    facts = [(x.path, x.shape, x.dtype, x.rule, x.frozen, x.frozen_rows, dict(x.ties), x.masked, tuple(x.slots)) for x in (a, b)]
-    return (
-        facts[0] == facts[1] and _same_value(a.step, b.step) and all(_same_array(a.slots[name], b.slots[name]) for name in a.slots)
-    )
+    facts = [(x.path, x.shape, x.dtype, x.frozen, x.frozen_rows, dict(x.ties), x.masked, tuple(x.slots)) for x in (a, b)]
+    same = facts[0] == facts[1] and _same_rule(a.rule, b.rule) and _same_value(a.step, b.step)
+    return same and all(_same_array(a.slots[name], b.slots[name]) for name in a.slots)
+
+
+def _same_rule(a: Rule, b: Rule) -> bool:
+    if a is b:
+        return True
+    (form, numbers), (other, others) = split(a), split(b)
+    return form == other and _same_value(tuple(numbers), tuple(others))
 
 
 def _same_value(a: Any, b: Any) -> bool:

@@ -187,7 +187,7 @@ class Rule:
         shown = [
             f"{name}={_show(value)}"
             for name, value in self.hyperparameters.items()
-            if _is_data(value) or _is_number(value) or value != usual[name]
+            if _is_data(value) or any(map(_is_number, _parts(value))) or value != usual[name]
         ]
         return f"{type(self).__name__}({', '.join(shown)})"
 
