@@ -148,7 +148,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found[name] = _raced(every[name], effort, quick=options.quick)
         console.print(f"{name}: " + ", ".join(f"{who} {taken.minimum * 1e3:.2f} ms" for who, taken in found[name].items()))
     console.print(_table(every, found))
+    console.print(_sentence(every, found))
     if not options.quick and options.only is None:
+        described["versions"] |= {"jax": jax.__version__, "optax": optax.__version__}
         data = {name: {who: asdict(taken) for who, taken in timings.items()} for name, timings in found.items()}
         RESULTS.write_text(json.dumps({"machine": described, "timings": data}, indent=2) + "\n")
         console.print(f"written: {RESULTS}")
@@ -157,6 +159,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _raced(case: Case, effort: Effort, *, quick: bool) -> dict[str, Timing]:
     return race(steps_of(case, _QUICK if quick else case.shape), effort)
+
+
+def _sentence(every: Mapping[str, Case], found: Mapping[str, Mapping[str, Timing]]) -> str:
+    """The range of the ratios, as the README gives it."""
+    parts = []
+    for against, label in ((DEFAULT, "PyTorch's default"), ("PyTorch fused", "PyTorch's fused kernels"), (OPTAX, "Optax")):
+        ratios = {
+            name: timings[OURS].minimum / timings[against].minimum
+            for name, timings in found.items()
+            if against in timings and every[name].elementwise
+        }
+        if ratios:
+            least, most = min(ratios, key=ratios.__getitem__), max(ratios, key=ratios.__getitem__)
+            parts.append(f"{ratios[least]:.2f} ({least}) to {ratios[most]:.2f} ({most}) of {label}")
+    return "elementwise rules: " + "; ".join(parts)
 
 
 def _table(every: Mapping[str, Case], found: Mapping[str, Mapping[str, Timing]]) -> Table:
