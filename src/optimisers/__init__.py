@@ -6,6 +6,7 @@ from optimisers.differentiate import grad, value_and_grad
 from optimisers.evaluation import averaged, evaluation, training
 from optimisers.gradients import destructure, global_norm, partition
 from optimisers.groups import layerwise, no_decay
+from optimisers.leaf import Leaf
 from optimisers.model import select
 from optimisers.model.layout import Parameter
 from optimisers.model.paths import Path
@@ -15,10 +16,11 @@ from optimisers.rules.adam import Adam, AdamW, AMSGrad
 from optimisers.rules.adam_variants import AdaBelief, AdaMax, Adan, NAdam, OAdam, RAdam
 from optimisers.rules.adaptive import AdaDelta, AdaGrad, RMSProp, Rprop
 from optimisers.rules.averages import Average, Lookahead
-from optimisers.rules.base import COPY, LIKE, REAL, Hyper, Rule, Slot, rule
+from optimisers.rules.base import COPY, LIKE, REAL, Hyper, Rule, Slot
 from optimisers.rules.chain import Chain
 from optimisers.rules.clip import ClipGlobalNorm, ClipGrad, ClipNorm
 from optimisers.rules.decay import SignDecay, WeightDecay
+from optimisers.rules.decorator import rule
 from optimisers.rules.descent import SGD, Descent, Momentum, Nesterov
 from optimisers.rules.gates import AccumGrad, SkipNonFinite
 from optimisers.rules.lion import Lion
@@ -28,7 +30,7 @@ from optimisers.rules.precision import MixedPrecision, StochasticRounding
 from optimisers.rules.transforms import AddNoise, CentraliseGrad, ClipAdaptive
 from optimisers.rules.trust import LAMB, LARS
 from optimisers.setup import setup, trainables
-from optimisers.state import Leaf, State
+from optimisers.state import State
 from optimisers.update import update, update_
 
 __version__ = "0.1.0"

@@ -7,12 +7,13 @@ import numpy as np
 
 from optimisers.backends.arrays import dtype_name, namespace_of
 from optimisers.errors import StateError
+from optimisers.leaf import Leaf
 from optimisers.model.reading import open_with
 from optimisers.rules.averages import Average
 from optimisers.rules.base import Rule, is_traced, member_names
 from optimisers.rules.parameter_free import ScheduleFree
 from optimisers.rules.precision import MixedPrecision
-from optimisers.state import Leaf, State
+from optimisers.state import State
 
 __all__ = ["averaged", "evaluation", "training"]
 

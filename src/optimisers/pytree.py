@@ -4,7 +4,8 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any
 
-from optimisers.rules.base import Rule, join, split
+from optimisers.rules.base import Rule
+from optimisers.rules.numbers import join, split
 
 __all__ = ["as_arrays", "register"]
 

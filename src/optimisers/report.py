@@ -4,8 +4,9 @@ import io
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from optimisers.leaf import Leaf
 from optimisers.rules.base import Rule, member_names
-from optimisers.state import Leaf, State, check_state
+from optimisers.state import State, check_state
 
 if TYPE_CHECKING:
     from rich.console import Group

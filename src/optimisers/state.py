@@ -1,65 +1,27 @@
 """The state of a model's training: for every parameter its rule, slots, step count and frozen flag, named by path."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import combinations
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
-
 from optimisers import pytree
 from optimisers.assignment import RuleFor, check_kind, check_selectors, chooser
-from optimisers.backends.arrays import dtype_name, itemsize_of, library_of, namespace_of
 from optimisers.errors import HyperparameterError, ModelError, PathError, StateError, suggest
+from optimisers.leaf import Leaf, line_of, same_leaf, same_value
 from optimisers.model import rewrite
-from optimisers.model.layout import Layout, Parameter, Runs
+from optimisers.model.layout import Layout, Parameter
 from optimisers.model.paths import Path
 from optimisers.model.select import Selectable, as_selector, matching
 from optimisers.model.slots import carried, check_rule, copied, fresh_slots, with_started
 from optimisers.model.ties import SAME, View
-from optimisers.rules.base import Rule, member_names, split
+from optimisers.rules.base import Rule, member_names
 from optimisers.rules.program import program_of
 
-__all__ = ["Leaf", "State", "new_state"]
+__all__ = ["State", "check_state", "new_state"]
 
 Slots = tuple[tuple[Any, ...] | None, ...]
 _LINES = 24
-
-
-@dataclass(frozen=True)
-class Leaf:
-    """What a state holds for one parameter.
-
-    - `path`, `shape`, `dtype`: of the parameter; `rule`: its update rule.
-    - `slots`: its state arrays by name; empty while the parameter is frozen and has never trained.
-    - `step`: how many steps it has taken. `frozen`: whether it moves at all; `frozen_rows`: rows that do not.
-    - `ties`: the paths of its other occurrences, each with how it is seen from there (`"same"`, `"transposed"`, `"reshaped"`).
-    - `masked`: the paths of occurrences whose gradient does not count.
-    """
-
-    path: Path
-    shape: tuple[int, ...]
-    dtype: str
-    rule: Rule
-    slots: Mapping[str, Any]
-    step: Any
-    frozen: bool
-    frozen_rows: Runs
-    ties: Mapping[Path, str]
-    masked: frozenset[Path]
-
-    def __repr__(self) -> str:
-        notes = [f"slots={list(self.slots)}", f"step={self.step}"]
-        notes += ["frozen"] if self.frozen else []
-        notes += [f"frozen_rows={self.frozen_rows}"] if self.frozen_rows else []
-        notes += [f"ties={list(map(str, self.ties))}"] if self.ties else []
-        return f"Leaf({str(self.path)!r}, {self.dtype}{list(self.shape)}, {self.rule!r}, {', '.join(notes)})"
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of its slots."""
-        return sum(int(np.prod(slot.shape, dtype=np.int64)) * (itemsize_of(dtype_name(slot)) or 0) for slot in self.slots.values())
 
 
 class State:
@@ -540,7 +502,7 @@ class State:
 
     def __str__(self) -> str:
         leaves = list(self.leaves())
-        lines = [_line(leaf, len(self.rules) > 1) for leaf in leaves[:_LINES]]
+        lines = [line_of(leaf, len(self.rules) > 1) for leaf in leaves[:_LINES]]
         widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))] if lines else []
         body = ["  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
         more = [f"  … and {len(leaves) - _LINES} more"] if len(leaves) > _LINES else []
@@ -562,8 +524,8 @@ class State:
             return NotImplemented
         if self is other:
             return True
-        same = len(self) == len(other) and _same_value(self.step, other.step) and _same_value(self.memory, other.memory)
-        return same and all(_same_leaf(a, b) for a, b in zip(_by_path(self), _by_path(other), strict=True))
+        same = len(self) == len(other) and same_value(self.step, other.step) and same_value(self.memory, other.memory)
+        return same and all(same_leaf(a, b) for a, b in zip(_by_path(self), _by_path(other), strict=True))
 
     __hash__ = None  # type: ignore[assignment]  # it holds arrays
 
@@ -668,44 +630,5 @@ def _begun(rule: Rule, kept: list[Any]) -> list[Any] | None:
     return [None if any(at in span for span in counting) else slot for at, slot in enumerate(kept)]
 
 
-def _line(leaf: Leaf, many: bool) -> tuple[str, ...]:
-    notes = ["frozen"] if leaf.frozen else []
-    notes += [f"rows frozen: {sum(stop - start for start, stop in leaf.frozen_rows)}"] if leaf.frozen_rows else []
-    notes += [f"tied to {', '.join(map(str, leaf.ties))}"] if leaf.ties else []
-    notes += [f"masked at {', '.join(map(str, sorted(leaf.masked, key=str)))}"] if leaf.masked else []
-    rule = (repr(leaf.rule),) if many else ()
-    return str(leaf.path) or "(the model)", f"{leaf.dtype}{list(leaf.shape)}", *rule, f"step {leaf.step}", "; ".join(notes)
-
-
 def _by_path(state: State) -> list[Leaf]:
     return sorted(state.leaves(), key=lambda leaf: str(leaf.path))
-
-
-def _same_leaf(a: Leaf, b: Leaf) -> bool:
-    facts = [(x.path, x.shape, x.dtype, x.frozen, x.frozen_rows, dict(x.ties), x.masked, tuple(x.slots)) for x in (a, b)]
-    same = facts[0] == facts[1] and _same_rule(a.rule, b.rule) and _same_value(a.step, b.step)
-    return same and all(_same_array(a.slots[name], b.slots[name]) for name in a.slots)
-
-
-def _same_rule(a: Rule, b: Rule) -> bool:
-    if a is b:
-        return True
-    (form, numbers), (other, others) = split(a), split(b)
-    return form == other and _same_value(tuple(numbers), tuple(others))
-
-
-def _same_value(a: Any, b: Any) -> bool:
-    """Whether two memories are equal: numbers, arrays, and mappings and tuples of them."""
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return a.keys() == b.keys() and all(_same_value(a[key], b[key]) for key in a)
-    if isinstance(a, tuple) and isinstance(b, tuple):
-        return len(a) == len(b) and all(map(_same_value, a, b))
-    return _same_array(a, b) if hasattr(a, "dtype") and hasattr(b, "dtype") else bool(a == b)
-
-
-def _same_array(a: Any, b: Any) -> bool:
-    if a is b:
-        return True
-    if library_of(a) != library_of(b) or a.dtype != b.dtype or tuple(a.shape) != tuple(b.shape):
-        return False
-    return bool((a == b).all()) if isinstance(a, np.ndarray) else bool(namespace_of(a).all(a == b))

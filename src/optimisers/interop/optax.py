@@ -12,7 +12,8 @@ import optax
 from optimisers.assignment import check_kind
 from optimisers.backends.arrays import compute_dtype, library_of
 from optimisers.errors import HyperparameterError, ModelError, StateError
-from optimisers.rules.base import Rule, Slot, rule
+from optimisers.rules.base import Rule, Slot
+from optimisers.rules.decorator import rule
 from optimisers.setup import setup
 from optimisers.update import update
 

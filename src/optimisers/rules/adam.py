@@ -3,7 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from optimisers.rules.base import LIKE, REAL, Hyper, Rule, Slot, rule
+from optimisers.rules.base import LIKE, REAL, Hyper, Rule, Slot
+from optimisers.rules.decorator import rule
 
 __all__ = ["AMSGrad", "Adam", "AdamW", "moments"]
 

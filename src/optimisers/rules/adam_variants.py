@@ -4,7 +4,8 @@ import math
 from typing import Any
 
 from optimisers.rules.adam import moments
-from optimisers.rules.base import LIKE, REAL, Hyper, Rule, rule
+from optimisers.rules.base import LIKE, REAL, Hyper, Rule
+from optimisers.rules.decorator import rule
 
 __all__ = ["AdaBelief", "AdaMax", "Adan", "NAdam", "OAdam", "RAdam"]
 

@@ -4,7 +4,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from optimisers.errors import HyperparameterError
-from optimisers.rules.base import LIKE, REAL, Hyper, Rule, Slot, rule
+from optimisers.rules.base import LIKE, REAL, Hyper, Rule, Slot
+from optimisers.rules.decorator import rule
 
 __all__ = ["AdaDelta", "AdaGrad", "RMSProp", "Rprop"]
 

@@ -1,12 +1,10 @@
 """What a rule is: hyperparameters, slots, scalars of a step, and the arithmetic of one element."""
 
 import dataclasses
-import functools
-import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import NoneType, UnionType
-from typing import Any, ClassVar, Self, TypeAlias, TypeVar, Union, dataclass_transform, get_args, get_origin
+from typing import Any, ClassVar, Self, TypeAlias, Union, get_args, get_origin
 
 import numpy as np
 
@@ -20,12 +18,12 @@ __all__ = [
     "Hyper",
     "Rule",
     "Slot",
+    "is_number",
     "is_of_optax",
     "is_traced",
-    "join",
-    "rule",
-    "split",
-    "stack",
+    "member_names",
+    "named",
+    "static",
 ]
 
 Hyper: TypeAlias = Any
@@ -37,9 +35,6 @@ To a type checker it is anything, so that rules can calculate with it; a rule ch
 
 def _itself(parameter: Any) -> Any:
     return parameter
-
-
-_Cls = TypeVar("_Cls", bound="type[Rule]")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,7 +182,7 @@ class Rule:
         shown = [
             f"{name}={_show(value)}"
             for name, value in self.hyperparameters.items()
-            if _is_data(value) or any(map(_is_number, _parts(value))) or value != usual[name]
+            if _is_data(value) or any(map(is_number, _parts(value))) or value != usual[name]
         ]
         return f"{type(self).__name__}({', '.join(shown)})"
 
@@ -277,95 +272,6 @@ class Rule:
         return None
 
 
-@dataclass_transform(frozen_default=True)
-def rule(cls: _Cls) -> _Cls:
-    """Make a subclass of `Rule` a rule: a frozen dataclass whose arithmetic is static. See `Rule`."""
-    if not (isinstance(cls, type) and issubclass(cls, Rule)):
-        raise HyperparameterError(f"{cls!r} is not a subclass of optimisers.Rule")
-    for name in ("kernel", "measure", "measured", "apply", "apply_tree", "remember", "load", "store"):
-        function = cls.__dict__.get(name)
-        if callable(function) and not isinstance(function, (staticmethod, property)):
-            setattr(cls, name, staticmethod(function))
-    _check_kernel(cls)
-    _check_scope(cls)
-    _check_annotations(cls)
-    if cls.kernel is None and cls.apply is None and cls.apply_tree is None and cls.members is Rule.members:
-        raise HyperparameterError(f"the rule {cls.__name__} has neither a kernel nor an apply; define one of them")
-    made = dataclasses.dataclass(frozen=True, repr=False)(cls)
-    if "__init__" in made.__dict__ and "__wrapped__" not in vars(made.__init__) and made.members is Rule.members:
-        made.__init__ = _with_known_names(made.__init__)
-    return made
-
-
-_ELSEWHERE = {
-    "weight_decay": "; AdamW has it, and Chain(WeightDecay(…), …) adds it to any rule",
-    "amsgrad": "; the rules AMSGrad and AdamW have it",
-}
-_OTHER_NAMES = {"learning_rate": "lr", "beta1": "betas", "beta2": "betas", "b1": "betas", "b2": "betas", "wd": "weight_decay"}
-
-
-def _with_known_names(init: Callable[..., None]) -> Callable[..., None]:
-    """A constructor that names the nearest hyperparameter for one that it does not know."""
-
-    @functools.wraps(init)
-    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
-        names = [field.name for field in _fields(self)]
-        for name in kwargs:
-            if name not in names:
-                hint = f'; it is called "{_OTHER_NAMES[name]}" here' if _OTHER_NAMES.get(name) in names else suggest(name, names)
-                hint = _ELSEWHERE.get(name, hint)
-                raise HyperparameterError(f'{type(self).__name__} has no hyperparameter "{name}"{hint}')
-        init(self, *args, **kwargs)
-
-    return checked
-
-
-def _check_kernel(cls: type[Rule]) -> None:
-    """Check the arguments of a kernel: it is a function of elements, not a method."""
-    kernel, slots = cls.__dict__.get("kernel"), cls.__dict__.get("slots", {})
-    if not isinstance(kernel, staticmethod) or not isinstance(slots, Mapping):
-        return
-    names = list(inspect.signature(kernel.__func__).parameters.values())
-    plain = [each for each in names if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]
-    wanted = ["xp", "g", "p", "h", *slots]
-    fits = any(each.kind is each.VAR_POSITIONAL for each in names) or len(plain) == len(wanted)
-    if not fits or plain[0].name == "self":
-        raise HyperparameterError(
-            f"{cls.__name__}.kernel takes ({', '.join(each.name for each in names)}); "
-            f"with its slots it takes ({', '.join(wanted)}), and no self"
-        )
-
-
-def _check_scope(cls: type[Rule]) -> None:
-    """Check that what a rule decides can be decided in its scope."""
-    if cls.measure is not None and not isinstance(cls.measure, property) and cls.scope not in ("leaf", "tree"):
-        raise HyperparameterError(f'{cls.__name__} measures, so it says over what: scope = "leaf" or "tree"')
-    if cls.apply_tree is not None and not isinstance(cls.apply_tree, property) and cls.scope != "tree":
-        raise HyperparameterError(f'{cls.__name__} acts on the whole tree, so it says scope = "tree"')
-    if cls.scope == "leaf" and (cls.gate or cls.memory):
-        raise HyperparameterError(f'{cls.__name__} has a gate or a memory, and those are for the whole tree: scope = "tree"')
-    slots = cls.__dict__.get("slots", {})
-    for name, kind in slots.items() if isinstance(slots, Mapping) else ():
-        if not isinstance(kind, Slot):
-            raise HyperparameterError(
-                f"{cls.__name__}.slots: {name} is {kind!r}, and not a kind such as LIKE, REAL, COPY or Slot(…)"
-            )
-    if cls.apply is None and isinstance(slots, Mapping) and any(slot.shape for slot in slots.values()):
-        raise HyperparameterError(
-            f"{cls.__name__} has slots of another shape than the parameter, which a kernel cannot fill; write apply"
-        )
-
-
-def _check_annotations(cls: type[Rule]) -> None:
-    """Check that numbers in the class are annotated: without that, they are no hyperparameters."""
-    for name, value in vars(cls).items():
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if number and not name.startswith("_") and name not in vars(Rule) and name not in cls.__annotations__:
-            raise HyperparameterError(
-                f"{cls.__name__}.{name} has no annotation, so it is no hyperparameter; write {name}: Hyper = {value!r}"
-            )
-
-
 def _fields(rule: Any) -> tuple[dataclasses.Field[Any], ...]:
     return dataclasses.fields(rule)
 
@@ -400,76 +306,6 @@ def static(value: Any) -> Any:
     return None
 
 
-def stack(rules: Sequence[Rule]) -> Rule:
-    """One rule that stands for several of the same form: where their numbers differ, a vector of them.
-
-    `scalars` of the result computes for all of them at once.
-    """
-    first = rules[0]
-    if all(each is first for each in rules):
-        return first
-    columns = {}
-    for name, value in first.hyperparameters.items():
-        values = [getattr(each, name) for each in rules]
-        if isinstance(value, tuple):
-            columns[name] = tuple(np.array(part) for part in zip(*values, strict=True))
-        else:
-            columns[name] = value if static(value) is not None else np.array(values)
-    return first.with_values(columns)
-
-
-def split(rule: Rule) -> tuple[Rule, list[Any]]:
-    """A rule without its numbers, which says which functions they go into, and the numbers, in order."""
-    if rule.members != (rule,):
-        parts = [split(member) for member in rule.members]
-        return type(rule)(*(form for form, _ in parts)), [number for _, own in parts for number in own]
-    numbers: list[Any] = []
-
-    def taken(name: str, value: Any) -> Any:
-        if (
-            name in rule.options
-            or not _is_number(value)
-            or (name in rule.switches and isinstance(value, (int, float)) and not value)
-        ):
-            return value
-        numbers.append(value)
-        return _NUMBER
-
-    form = {
-        name: tuple([taken(name, part) for part in value]) if isinstance(value, tuple) else taken(name, value)
-        for name, value in rule.hyperparameters.items()
-    }
-    return rule.with_values(form), numbers
-
-
-def join(form: Rule, numbers: Iterable[Any]) -> Rule:
-    """The rule that `split` took apart, with numbers of any kind."""
-    left = iter(numbers)
-    if form.members != (form,):
-        return type(form)(*[join(member, left) for member in form.members])
-
-    def given(value: Any) -> Any:
-        return next(left) if value is _NUMBER else value
-
-    values = {
-        name: tuple(map(given, value)) if isinstance(value, tuple) else given(value) for name, value in form.hyperparameters.items()
-    }
-    return form.with_values(values)
-
-
-class _Number:
-    """Stands where a rule has a number."""
-
-    def __repr__(self) -> str:
-        return "…"
-
-    def __reduce__(self) -> str:
-        return "_NUMBER"
-
-
-_NUMBER = _Number()
-
-
 FROM_OPTAX = "from optimisers.interop.optax import from_optax, and give from_optax(…)"
 
 
@@ -483,7 +319,7 @@ def is_traced(value: Any) -> bool:
     return "Tracer" in type(value).__name__
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
     """Whether a value is a number, on its own or in an array without axes or one axis for each member of an ensemble."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return number or (hasattr(value, "dtype") and hasattr(value, "shape"))

@@ -5,7 +5,8 @@ from itertools import pairwise
 from typing import Any, Self
 
 from optimisers.errors import HyperparameterError, suggest
-from optimisers.rules.base import FROM_OPTAX, Rule, is_of_optax, member_names, named, rule
+from optimisers.rules.base import FROM_OPTAX, Rule, is_of_optax, member_names, named
+from optimisers.rules.decorator import rule
 
 __all__ = ["Chain"]
 

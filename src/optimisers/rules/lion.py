@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from optimisers.rules.base import LIKE, Hyper, Rule, rule
+from optimisers.rules.base import LIKE, Hyper, Rule
+from optimisers.rules.decorator import rule
 
 __all__ = ["Lion"]
 

@@ -6,7 +6,8 @@ from functools import cache
 from typing import Any
 
 from optimisers.errors import HyperparameterError
-from optimisers.rules.base import LIKE, REAL, Hyper, Rule, Slot, rule
+from optimisers.rules.base import LIKE, REAL, Hyper, Rule, Slot
+from optimisers.rules.decorator import rule
 
 __all__ = ["Adafactor", "Muon"]
 

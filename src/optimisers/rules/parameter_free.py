@@ -4,7 +4,8 @@ import math
 from typing import Any
 
 from optimisers.errors import HyperparameterError, StateError
-from optimisers.rules.base import COPY, LIKE, REAL, Hyper, Rule, rule
+from optimisers.rules.base import COPY, LIKE, REAL, Hyper, Rule
+from optimisers.rules.decorator import rule
 
 __all__ = ["Prodigy", "ScheduleFree"]
 

@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from optimisers.rules.base import COPY, Rule, Slot, rule
+from optimisers.rules.base import COPY, Rule, Slot
 from optimisers.rules.chain import Chain
+from optimisers.rules.decorator import rule
 
 __all__ = ["MixedPrecision", "StochasticRounding"]
 

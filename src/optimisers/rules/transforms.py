@@ -5,7 +5,8 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from optimisers.rules.base import Hyper, Rule, rule
+from optimisers.rules.base import Hyper, Rule
+from optimisers.rules.decorator import rule
 
 __all__ = ["AddNoise", "CentraliseGrad", "ClipAdaptive"]
 

@@ -5,7 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 from optimisers.rules.adam import moments
-from optimisers.rules.base import LIKE, REAL, Hyper, Rule, rule
+from optimisers.rules.base import LIKE, REAL, Hyper, Rule
+from optimisers.rules.decorator import rule
 
 __all__ = ["LAMB", "LARS"]
 

@@ -1,0 +1,103 @@
+"""The decorator that makes a class a rule, and the checks of what a class may say."""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, dataclass_transform
+
+from optimisers.errors import HyperparameterError, suggest
+from optimisers.rules.base import Rule, Slot
+
+__all__ = ["rule"]
+
+_Cls = TypeVar("_Cls", bound="type[Rule]")
+
+
+@dataclass_transform(frozen_default=True)
+def rule(cls: _Cls) -> _Cls:
+    """Make a subclass of `Rule` a rule: a frozen dataclass whose arithmetic is static. See `Rule`."""
+    if not (isinstance(cls, type) and issubclass(cls, Rule)):
+        raise HyperparameterError(f"{cls!r} is not a subclass of optimisers.Rule")
+    for name in ("kernel", "measure", "measured", "apply", "apply_tree", "remember", "load", "store"):
+        function = cls.__dict__.get(name)
+        if callable(function) and not isinstance(function, (staticmethod, property)):
+            setattr(cls, name, staticmethod(function))
+    _check_kernel(cls)
+    _check_scope(cls)
+    _check_annotations(cls)
+    if cls.kernel is None and cls.apply is None and cls.apply_tree is None and cls.members is Rule.members:
+        raise HyperparameterError(f"the rule {cls.__name__} has neither a kernel nor an apply; define one of them")
+    made = dataclasses.dataclass(frozen=True, repr=False)(cls)
+    if "__init__" in made.__dict__ and "__wrapped__" not in vars(made.__init__) and made.members is Rule.members:
+        made.__init__ = _with_known_names(made.__init__)
+    return made
+
+
+_ELSEWHERE = {
+    "weight_decay": "; AdamW has it, and Chain(WeightDecay(…), …) adds it to any rule",
+    "amsgrad": "; the rules AMSGrad and AdamW have it",
+}
+_OTHER_NAMES = {"learning_rate": "lr", "beta1": "betas", "beta2": "betas", "b1": "betas", "b2": "betas", "wd": "weight_decay"}
+
+
+def _with_known_names(init: Callable[..., None]) -> Callable[..., None]:
+    """A constructor that names the nearest hyperparameter for one that it does not know."""
+
+    @functools.wraps(init)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        names = [field.name for field in dataclasses.fields(self)]
+        for name in kwargs:
+            if name not in names:
+                hint = f'; it is called "{_OTHER_NAMES[name]}" here' if _OTHER_NAMES.get(name) in names else suggest(name, names)
+                hint = _ELSEWHERE.get(name, hint)
+                raise HyperparameterError(f'{type(self).__name__} has no hyperparameter "{name}"{hint}')
+        init(self, *args, **kwargs)
+
+    return checked
+
+
+def _check_kernel(cls: type[Rule]) -> None:
+    """Check the arguments of a kernel: it is a function of elements, not a method."""
+    kernel, slots = cls.__dict__.get("kernel"), cls.__dict__.get("slots", {})
+    if not isinstance(kernel, staticmethod) or not isinstance(slots, Mapping):
+        return
+    names = list(inspect.signature(kernel.__func__).parameters.values())
+    plain = [each for each in names if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]
+    wanted = ["xp", "g", "p", "h", *slots]
+    fits = any(each.kind is each.VAR_POSITIONAL for each in names) or len(plain) == len(wanted)
+    if not fits or plain[0].name == "self":
+        raise HyperparameterError(
+            f"{cls.__name__}.kernel takes ({', '.join(each.name for each in names)}); "
+            f"with its slots it takes ({', '.join(wanted)}), and no self"
+        )
+
+
+def _check_scope(cls: type[Rule]) -> None:
+    """Check that what a rule decides can be decided in its scope."""
+    if cls.measure is not None and not isinstance(cls.measure, property) and cls.scope not in ("leaf", "tree"):
+        raise HyperparameterError(f'{cls.__name__} measures, so it says over what: scope = "leaf" or "tree"')
+    if cls.apply_tree is not None and not isinstance(cls.apply_tree, property) and cls.scope != "tree":
+        raise HyperparameterError(f'{cls.__name__} acts on the whole tree, so it says scope = "tree"')
+    if cls.scope == "leaf" and (cls.gate or cls.memory):
+        raise HyperparameterError(f'{cls.__name__} has a gate or a memory, and those are for the whole tree: scope = "tree"')
+    slots = cls.__dict__.get("slots", {})
+    for name, kind in slots.items() if isinstance(slots, Mapping) else ():
+        if not isinstance(kind, Slot):
+            raise HyperparameterError(
+                f"{cls.__name__}.slots: {name} is {kind!r}, and not a kind such as LIKE, REAL, COPY or Slot(…)"
+            )
+    if cls.apply is None and isinstance(slots, Mapping) and any(slot.shape for slot in slots.values()):
+        raise HyperparameterError(
+            f"{cls.__name__} has slots of another shape than the parameter, which a kernel cannot fill; write apply"
+        )
+
+
+def _check_annotations(cls: type[Rule]) -> None:
+    """Check that numbers in the class are annotated: without that, they are no hyperparameters."""
+    for name, value in vars(cls).items():
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if number and not name.startswith("_") and name not in vars(Rule) and name not in cls.__annotations__:
+            raise HyperparameterError(
+                f"{cls.__name__}.{name} has no annotation, so it is no hyperparameter; write {name}: Hyper = {value!r}"
+            )

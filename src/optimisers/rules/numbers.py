@@ -1,0 +1,80 @@
+"""A rule's numbers apart from its form: what is data, and what shapes the computation."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from optimisers.rules.base import Rule, is_number, static
+
+__all__ = ["join", "split", "stack"]
+
+
+def stack(rules: Sequence[Rule]) -> Rule:
+    """One rule that stands for several of the same form: where their numbers differ, a vector of them.
+
+    `scalars` of the result computes for all of them at once.
+    """
+    first = rules[0]
+    if all(each is first for each in rules):
+        return first
+    columns = {}
+    for name, value in first.hyperparameters.items():
+        values = [getattr(each, name) for each in rules]
+        if isinstance(value, tuple):
+            columns[name] = tuple(np.array(part) for part in zip(*values, strict=True))
+        else:
+            columns[name] = value if static(value) is not None else np.array(values)
+    return first.with_values(columns)
+
+
+def split(rule: Rule) -> tuple[Rule, list[Any]]:
+    """A rule without its numbers, which says which functions they go into, and the numbers, in order."""
+    if rule.members != (rule,):
+        parts = [split(member) for member in rule.members]
+        return type(rule)(*(form for form, _ in parts)), [number for _, own in parts for number in own]
+    numbers: list[Any] = []
+
+    def taken(name: str, value: Any) -> Any:
+        if (
+            name in rule.options
+            or not is_number(value)
+            or (name in rule.switches and isinstance(value, (int, float)) and not value)
+        ):
+            return value
+        numbers.append(value)
+        return _NUMBER
+
+    form = {
+        name: tuple([taken(name, part) for part in value]) if isinstance(value, tuple) else taken(name, value)
+        for name, value in rule.hyperparameters.items()
+    }
+    return rule.with_values(form), numbers
+
+
+def join(form: Rule, numbers: Iterable[Any]) -> Rule:
+    """The rule that `split` took apart, with numbers of any kind."""
+    left = iter(numbers)
+    if form.members != (form,):
+        return type(form)(*[join(member, left) for member in form.members])
+
+    def given(value: Any) -> Any:
+        return next(left) if value is _NUMBER else value
+
+    values = {
+        name: tuple(map(given, value)) if isinstance(value, tuple) else given(value) for name, value in form.hyperparameters.items()
+    }
+    return form.with_values(values)
+
+
+class _Number:
+    """Stands where a rule has a number."""
+
+    def __repr__(self) -> str:
+        return "…"
+
+    def __reduce__(self) -> str:
+        return "_NUMBER"
+
+
+_NUMBER = _Number()
