@@ -193,6 +193,18 @@ def _adafactor(t: int, p: Any, g: Any, m: Any) -> Any:
     return p - 0.4 * step / max(1.0, float(np.sqrt((step**2).mean())))
 
 
+def _schedule_free(t: int, p: Any, g: Any, m: Any) -> Any:
+    rate = 0.1 * min(t - 1, 8) / 8
+    m["largest"] = max(m["largest"], rate)
+    m["weights"] += m["largest"]
+    share = m["largest"] / m["weights"] if m["weights"] else 0.0
+    before = p if t == 1 else m["z"]
+    average = (p - (1 - 0.8) * before) / 0.8
+    m["nu"] = 0.99 * m["nu"] + 0.01 * np.abs(g) ** 2
+    m["z"] = before - rate * (g / (np.sqrt(m["nu"] / (1 - 0.99**t)) + 1e-5) + 0.2 * p)
+    return (1 - 0.8) * m["z"] + 0.8 * ((1 - share) * average + share * m["z"])
+
+
 def _plain_muon(t: int, p: Any, g: Any, m: Any) -> Any:
     m["velocity"] = 0.95 * m["velocity"] + g
     x = g + 0.95 * m["velocity"]
@@ -546,11 +558,16 @@ CASES: Sequence[Comparison] = (
     ),
     Case(op.ScheduleFree(), optax("contrib.schedule_free_adamw", lambda o: o.contrib.schedule_free_adamw())),
     Case(
-        op.ScheduleFree(Linear(0.0, 0.1, 8), (0.8, 0.99), 1e-5, 0.2, 1.0),
+        op.ScheduleFree(0.1, (0.8, 0.99), 1e-5, 0.2),
         optax(
             "contrib.schedule_free_adamw",
-            lambda o: o.contrib.schedule_free_adamw(0.1, 8, **_OPTAX_ADAM, weight_decay=0.2, weight_lr_power=1.0),
+            lambda o: o.contrib.schedule_free_adamw(0.1, **_OPTAX_ADAM, weight_decay=0.2),
         ),
+    ),
+    # Optax weighs a step with the rate of the next one.
+    Case(
+        op.ScheduleFree(Linear(0.0, 0.1, 8), (0.8, 0.99), 1e-5, 0.2, 1.0),
+        formula("Defazio et al. (2024)", _schedule_free),
     ),
     Case(
         op.ScheduleFree(0.1),
