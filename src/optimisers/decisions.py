@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from functools import reduce
 from operator import add
 from typing import Any
-from zlib import crc32
 
 import numpy as np
 
@@ -52,9 +51,8 @@ class Job:
         ]
 
     def _scalars(self, part: Part, state: State) -> list[dict[str, Sequence[Any]]]:
-        keys = [crc32(str(path).encode()) >> 1 for path in part.paths]
         if part.library == "jax":
-            return _traced_scalars(part, state, keys)
+            return _traced_scalars(part, state)
         counters = [counter for _, counter in part.rows]
         many = len(part.rows) > 1
         step = np.array([state.counters[counter] for counter in counters]) + 1 if many else state.counters[counters[0]] + 1
@@ -62,7 +60,7 @@ class Job:
         for member, rule in zip(part.program.members, part.rules(state), strict=True):
             values = rule.scalars(step, **state.memory.get(member.name, {}))
             if member.keyed:
-                values["key"] = np.array(keys)
+                values["key"] = np.array(part.keys)
             scalars.append(columns_of(values, len(counters)))
         return scalars
 
@@ -76,7 +74,7 @@ class Job:
         return self.part.backend.sums(self.batch, self.pending[0])
 
 
-def _traced_scalars(part: Part, state: State, keys: Sequence[int]) -> list[dict[str, Sequence[Any]]]:
+def _traced_scalars(part: Part, state: State) -> list[dict[str, Sequence[Any]]]:
     """The scalars of each row on its own: arrays and tracers are not to be put together only to be taken apart again."""
     made: dict[Any, list[dict[str, Any]]] = {}
     for group, counter in part.rows:
@@ -91,7 +89,7 @@ def _traced_scalars(part: Part, state: State, keys: Sequence[int]) -> list[dict[
     for at, member in enumerate(part.program.members):
         rows = [made[row][at] for row in part.rows]
         columns: dict[str, Sequence[Any]] = {name: [each[name] for each in rows] for name in rows[0]}
-        scalars.append({**columns, "key": keys} if member.keyed else columns)
+        scalars.append({**columns, "key": part.keys} if member.keyed else columns)
     return scalars
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from functools import reduce
 from operator import or_
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 
@@ -35,6 +36,8 @@ class Part:
         self.paths = [record.path for record in records]
         self.shapes = [record.shape for record in records]
         self.live_rows = [record.live_rows for record in records]
+        keyed = any(member.keyed for member in self.program.members)
+        self.keys = [crc32(str(path).encode()) >> 1 for path in self.paths] if keyed else []
         self.kept: dict[Any, Any] = {}
         # A norm of one parameter is a scalar of its own; otherwise parameters with the same rule and count share a row.
         own = any(member.keyed or (member.measure is not None and member.scope == "leaf") for member in self.program.members)
