@@ -9,8 +9,8 @@ from optimisers.groups import layerwise, no_decay
 from optimisers.leaf import Leaf
 from optimisers.model import select
 from optimisers.model.layout import Parameter
+from optimisers.model.nodes import register
 from optimisers.model.paths import Path
-from optimisers.model.trees import register
 from optimisers.report import summary
 from optimisers.rules.adam import Adam, AdamW, AMSGrad
 from optimisers.rules.adam_variants import AdaBelief, AdaMax, Adan, NAdam, OAdam, RAdam

@@ -5,30 +5,22 @@ from functools import cache
 from typing import Any
 
 from optimisers.rules.base import Rule
-from optimisers.rules.numbers import join, split
+from optimisers.rules.numbers import Foreign, join, split
 
-__all__ = ["as_arrays", "register"]
+__all__ = ["register"]
 
 
 @cache
 def register(cls: type) -> None:
     """Make states known to JAX. Their key paths read like those of the model: `.encoder.weight.mu`."""
-    import jax
-
-    jax.tree_util.register_pytree_with_keys(cls, _with_keys, lambda static, leaves: _unflatten(cls, static, leaves), _flatten)
-
-
-def as_arrays(memory: dict[str, Any]) -> dict[str, Any]:
-    """Numbers as arrays: what goes into a traced step has to have the very types of what comes out."""
-    import jax.numpy as jnp
-
-    return {name: jnp.asarray(value, dtype=type(value)) if type(value) in (int, float) else value for name, value in memory.items()}
+    _jax().tree_util.register_pytree_with_keys(cls, _with_keys, lambda static, leaves: _unflatten(cls, static, leaves), _flatten)
 
 
 def _flatten(state: Any) -> tuple[list[Any], Any]:
     parts = [split(rule) for rule in state.rules]
     numbers = [number for _, own in parts for number in own]
     slots = [slot for own in state.slots for slot in own or ()]
+    memory = [(name, key, value) for name, own in state.memory.items() for key, value in own.items()]
     static = (
         state.layout,
         tuple([form for form, _ in parts]),
@@ -37,15 +29,22 @@ def _flatten(state: Any) -> tuple[list[Any], Any]:
         len(state.counters),
         state.detached,
         # What is true or false is static: it decides what may happen, and not how much.
-        tuple(
-            [
-                (name, tuple([(key, value if isinstance(value, bool) else None) for key, value in own.items()]))
-                for name, own in state.memory.items()
-            ]
-        ),
+        tuple([(name, key, value if isinstance(value, bool) else None) for name, key, value in memory]),
     )
-    memory = [value for own in state.memory.values() for value in own.values() if not isinstance(value, bool)]
-    return [*slots, *state.counters, state.step, *numbers, *memory], static
+    kept = [_strong(value) for *_, value in memory if not isinstance(value, bool)]
+    return [*slots, *map(_weak, state.counters), _weak(state.step), *map(_weak, numbers), *kept], static
+
+
+def _weak(value: Any) -> Any:
+    """A number as an array: there are those who take plain numbers for static. It is as weak in its type as they are."""
+    return _jax().numpy.asarray(value) if type(value) in (int, float) else value
+
+
+def _strong(value: Any) -> Any:
+    """What rules keep comes out of a step with a type of its own, and so has to go in."""
+    if isinstance(value, Foreign):
+        return value.value
+    return _jax().numpy.asarray(value, dtype=type(value)) if type(value) in (int, float) else value
 
 
 def _unflatten(cls: type, static: Any, leaves: Iterable[Any]) -> Any:
@@ -58,15 +57,22 @@ def _unflatten(cls: type, static: Any, leaves: Iterable[Any]) -> Any:
     slots = tuple([None if count is None else take(count) for count in presence])
     counts, step = take(counters), next(left)
     rules = tuple([join(form, take(count)) for form, count in zip(forms, numbers, strict=True)])
-    kept = {name: {key: next(left) if value is None else value for key, value in own} for name, own in memory}
+    kept: dict[str, dict[str, Any]] = {}
+    for name, key, value in memory:
+        new = next(left) if value is None else value
+        kept.setdefault(name, {})[key] = Foreign(new) if value is None and isinstance(new, bool) else new
     return cls(layout, rules, counts, step, slots, kept, detached)
 
 
-def _with_keys(state: Any) -> tuple[list[tuple[Any, Any]], Any]:
+def _jax() -> Any:
     import jax
 
+    return jax
+
+
+def _with_keys(state: Any) -> tuple[list[tuple[Any, Any]], Any]:
     leaves, static = _flatten(state)
-    return [(jax.tree_util.GetAttrKey(name), leaf) for name, leaf in zip(_names(state), leaves, strict=True)], static
+    return [(_jax().tree_util.GetAttrKey(name), leaf) for name, leaf in zip(_names(state), leaves, strict=True)], static
 
 
 def _names(state: Any) -> Iterator[str]:

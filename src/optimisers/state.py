@@ -418,7 +418,7 @@ class State:
         kept = tuple(rules[group] for group in groups) or tuple(rules[:1])
         layout = Layout.of(tidy, map(program_of, kept), self.layout.excluded if excluded is None else excluded)
         detached = frozenset(path for path in (self.detached if detached is None else detached) if path in layout.index)
-        kept_memory = _memory(kept, self.memory if memory is None else memory, traced="jax" in layout.libraries)
+        kept_memory = _memory(kept, self.memory if memory is None else memory)
         return State(layout, kept, tuple(used), self.step, tuple(slots), kept_memory, detached)
 
     def with_started(self, arrays: Sequence[Any], chosen: Iterable[int]) -> "State":
@@ -573,7 +573,7 @@ def _restored(
     return State(layout, rules, counters, step, slots, memory, detached)
 
 
-def _memory(rules: Sequence[Rule], old: Mapping[str, Mapping[str, Any]], *, traced: bool) -> dict[str, dict[str, Any]]:
+def _memory(rules: Sequence[Rule], old: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """The memory of the rules: one for all groups, since what it decides is decided for the whole tree."""
     memory: dict[str, dict[str, Any]] = {}
     owners: dict[str, Rule] = {}
@@ -590,8 +590,7 @@ def _memory(rules: Sequence[Rule], old: Mapping[str, Mapping[str, Any]], *, trac
                     f"{first!r} and {member!r} decide for the whole tree, so they have to be equal for all parameters{but}; "
                     "give all parameters the same"
                 )
-            fresh = pytree.as_arrays(dict(form.memory)) if traced else dict(form.memory)
-            memory[form.name] = dict(old.get(form.name) or fresh)
+            memory[form.name] = dict(old.get(form.name) or form.memory)
     _check_order(rules)
     return memory
 

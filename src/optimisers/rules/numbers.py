@@ -7,7 +7,7 @@ import numpy as np
 
 from optimisers.rules.base import Rule, is_number, static
 
-__all__ = ["join", "split", "stack"]
+__all__ = ["Foreign", "join", "split", "stack"]
 
 
 def stack(rules: Sequence[Rule]) -> Rule:
@@ -36,13 +36,12 @@ def split(rule: Rule) -> tuple[Rule, list[Any]]:
     numbers: list[Any] = []
 
     def taken(name: str, value: Any) -> Any:
-        if (
-            name in rule.options
-            or not is_number(value)
-            or (name in rule.switches and isinstance(value, (int, float)) and not value)
-        ):
+        if isinstance(value, Foreign):
+            numbers.append(value.value)
+        elif _is_data(rule, name, value):
+            numbers.append(value)
+        else:
             return value
-        numbers.append(value)
         return _NUMBER
 
     form = {
@@ -53,18 +52,28 @@ def split(rule: Rule) -> tuple[Rule, list[Any]]:
 
 
 def join(form: Rule, numbers: Iterable[Any]) -> Rule:
-    """The rule that `split` took apart, with numbers of any kind."""
+    """The rule that `split` took apart, with other numbers, or anything else in their place."""
     left = iter(numbers)
     if form.members != (form,):
         return type(form)(*[join(member, left) for member in form.members])
 
-    def given(value: Any) -> Any:
-        return next(left) if value is _NUMBER else value
+    def given(name: str, value: Any) -> Any:
+        if value is not _NUMBER:
+            return value
+        new = next(left)
+        return new if _is_data(form, name, new) else Foreign(new)
 
     values = {
-        name: tuple(map(given, value)) if isinstance(value, tuple) else given(value) for name, value in form.hyperparameters.items()
+        name: tuple([given(name, part) for part in value]) if isinstance(value, tuple) else given(name, value)
+        for name, value in form.hyperparameters.items()
     }
     return form.with_values(values)
+
+
+def _is_data(rule: Rule, name: str, value: Any) -> bool:
+    """Whether the value of a hyperparameter is a number that may change without another computation."""
+    switch = name in rule.switches and isinstance(value, (int, float)) and not value
+    return name not in rule.options and is_number(value) and not switch
 
 
 class _Number:
@@ -78,3 +87,13 @@ class _Number:
 
 
 _NUMBER = _Number()
+
+
+class Foreign:
+    """Something in the place of a number, such as the mark of a filter, or where an array is to lie."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return repr(self.value)
