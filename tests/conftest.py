@@ -11,7 +11,9 @@ import pytest
 
 import optimisers as op
 
-os.environ.setdefault("JAX_ENABLE_X64", "1")  # before JAX is imported
+# Before JAX is imported.
+os.environ.setdefault("JAX_ENABLE_X64", "1")
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 DTYPES = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
 EPS = {name: 2.0**-bits for name, bits in zip(DTYPES, (10, 7, 23, 52, 23, 52), strict=True)}
 """The distance from 1 to the next number."""

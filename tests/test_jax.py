@@ -152,6 +152,22 @@ def test_scan_takes_steps() -> None:
     np.testing.assert_allclose(model["w"], eager["w"], rtol=1e-5)
 
 
+def test_steps_can_be_checkpointed_and_differentiated_through() -> None:
+    model = _model()
+
+    def after(lr: Any, *, remat: bool) -> Any:
+        state = op.setup(op.AdamW(0.1), model).adjust(lr=lr)
+        new = model
+        for k in range(2):
+            state, new = (jax.checkpoint(op.update) if remat else op.update)(state, new, _grads(k))
+        return sum((leaf**2).sum() for leaf in new.values())
+
+    plain, saved = (float(jax.grad(lambda lr, remat=remat: after(lr, remat=remat))(0.1)) for remat in (False, True))
+    assert plain == pytest.approx(saved, rel=1e-6)
+    slope = (after(0.1 + 1e-3, remat=False) - after(0.1 - 1e-3, remat=False)) / 2e-3
+    assert plain == pytest.approx(float(slope), rel=1e-2)
+
+
 def test_an_ensemble_is_trained_under_vmap() -> None:
     many = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf * 2]), _model())
     rule = op.Chain(op.ClipGlobalNorm(1.0), op.AdamW(0.1))
@@ -194,6 +210,19 @@ def test_the_leaves_of_a_state_have_names() -> None:
         ".rules[0].members[1].weight_decay",
         ".memory.skipnonfinite.skipped",
     ]
+
+
+@pytest.mark.parametrize("mark", [True, 0, 1.5, "a word", jax.sharding.PartitionSpec("data")], ids=repr)
+def test_anything_may_stand_for_the_leaves_of_a_state(mark: Any) -> None:
+    rules = {"w": op.Chain(op.SkipNonFinite(), op.SGD(0.1, momentum=0.9)), "**": op.Chain(op.SkipNonFinite(), op.AdamW())}
+    state = op.setup(rules, _model())
+    marks = jax.tree.map(lambda leaf: mark, state)
+    assert jax.tree.structure(marks) == jax.tree.structure(state)
+    assert jax.tree.leaves(marks) == [mark] * len(jax.tree.leaves(state))
+    none = jax.tree.map(lambda leaf: None, state)
+    back = jax.tree.map(lambda _, leaf: leaf, none, state, is_leaf=lambda leaf: leaf is None)
+    assert back == state
+    assert "…" not in repr(marks)
 
 
 def test_a_gate_closes_inside_a_program() -> None:

@@ -113,7 +113,7 @@ def test_value_and_grad_gives_what_update_takes(case: Any) -> None:
     state = op.setup(op.AdamW(0.01), model).freeze(paths[0])
     value, grads = eqx.filter_jit(op.value_and_grad(loss, state))(model)
     np.testing.assert_allclose(value, loss(model), rtol=1e-6)
-    assert list(grads) == paths[1:]
+    assert sorted(grads) == sorted(paths[1:])
     _, after = op.update(state, model, grads)
     _, whole = op.update(state, model, eqx.filter_grad(loss)(model))
     for one, other in zip(_arrays(after), _arrays(whole), strict=True):
@@ -245,3 +245,20 @@ def test_a_model_that_changed_is_an_error_that_names_the_path() -> None:
         op.update(state, eqx.tree_at(lambda model: model.layers[1].bias, model, None), grads)
     with pytest.raises(ModelError, match=r"layers\.0\.weight: the state was made for shape \(4, 3\)"):
         op.update(state, eqx.tree_at(lambda model: model.layers[0].weight, model, jnp.ones((4, 4))), grads)
+
+
+def test_a_loop_of_equinox_compiles_once() -> None:
+    traces = 0
+    model, loss = _net()
+    state = op.setup(op.Chain(op.SkipNonFinite(), op.AdamW(0.1)), model)
+
+    @eqx.filter_jit
+    def step(state: Any, model: Any) -> Any:
+        nonlocal traces
+        traces += 1
+        return op.update(state, model, eqx.filter_grad(loss)(model))
+
+    for at in range(4):
+        state, model = step(state, model)
+        state = state.adjust(lr=0.1 / (at + 1))
+    assert traces == 1

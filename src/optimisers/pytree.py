@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any
 
+from optimisers.model.layout import Layout
 from optimisers.rules.base import Rule
 from optimisers.rules.numbers import Foreign, join, split
 
@@ -31,20 +32,29 @@ def _flatten(state: Any) -> tuple[list[Any], Any]:
         # What is true or false is static: it decides what may happen, and not how much.
         tuple([(name, key, value if isinstance(value, bool) else None) for name, key, value in memory]),
     )
-    kept = [_strong(value) for *_, value in memory if not isinstance(value, bool)]
-    return [*slots, *map(_weak, state.counters), _weak(state.step), *map(_weak, numbers), *kept], static
+    kept = [value.value if isinstance(value, Foreign) else value for *_, value in memory if not isinstance(value, bool)]
+    # The type of a plain number is weak; what rules keep comes out of a step with a type of its own, and so has to go in.
+    plain = [_array(value, state.layout) for value in (*state.counters, state.step, *numbers)]
+    return [*slots, *plain, *(_array(value, state.layout, dtype=type(value)) for value in kept)], static
 
 
-def _weak(value: Any) -> Any:
-    """A number as an array: there are those who take plain numbers for static. It is as weak in its type as they are."""
-    return _jax().numpy.asarray(value) if type(value) in (int, float) else value
+def _array(value: Any, layout: Layout, **options: Any) -> Any:
+    """A plain number as an array, as it comes out of a step: there are those who take plain numbers for static."""
+    if type(value) not in (int, float):
+        return value
+    array = _jax().numpy.asarray(value, **options)
+    if "everywhere" not in layout.cache:
+        layout.cache["everywhere"] = _everywhere(layout)
+    where = layout.cache["everywhere"]
+    return array if where is None else _jax().device_put(array, where)
 
 
-def _strong(value: Any) -> Any:
-    """What rules keep comes out of a step with a type of its own, and so has to go in."""
-    if isinstance(value, Foreign):
-        return value.value
-    return _jax().numpy.asarray(value, dtype=type(value)) if type(value) in (int, float) else value
+def _everywhere(layout: Layout) -> Any:
+    """Where to put what is needed on each device of a mesh over which parameters are spread."""
+    sharding = _jax().sharding
+    meshes = [record.device.mesh for record in layout.parameters if isinstance(record.device, sharding.NamedSharding)]
+    # The mesh of a trace has no devices.
+    return sharding.NamedSharding(meshes[0], sharding.PartitionSpec()) if meshes and isinstance(meshes[0], sharding.Mesh) else None
 
 
 def _unflatten(cls: type, static: Any, leaves: Iterable[Any]) -> Any:

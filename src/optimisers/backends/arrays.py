@@ -11,6 +11,7 @@ import numpy as np
 __all__ = [
     "Memory",
     "compute_dtype",
+    "device_of",
     "dtype_name",
     "itemsize_of",
     "library_of",
@@ -49,6 +50,23 @@ def _library(kind: type) -> str | None:
 def namespace_of(array: Any) -> Any:
     """The array-API namespace of an array."""
     return array_api_compat.array_namespace(array)
+
+
+def device_of(array: Any, library: str) -> Any:
+    """Where fresh arrays have to be made to lie beside this one; `None` where that is settled at their first use.
+
+    For JAX, how an array is spread over several devices, or over the mesh of a trace that knows it.
+    """
+    if library == "numpy":
+        return None
+    if library != "jax":
+        return getattr(array, "device", None)
+    import jax
+
+    if not isinstance(array, jax.core.Tracer):
+        return array.sharding if len(array.sharding.device_set) > 1 else None
+    sharding = jax.typeof(array).sharding
+    return sharding if any(axes is not None for axes in sharding.spec) else None
 
 
 def dtype_name(array: Any) -> str:

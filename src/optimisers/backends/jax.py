@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from optimisers.backends import array_api
 from optimisers.backends.array_api import Namespace
@@ -19,7 +20,12 @@ __all__ = ["decide", "prepare", "reached", "run", "sums", "zeros"]
 
 
 class _Namespace(Namespace):
-    """The functions for kernels, with JAX's own random numbers."""
+    """The functions for kernels, with JAX's own random numbers, and products of arrays whose types say how they are spread."""
+
+    def __init__(self, library: Any, dtype: str) -> None:
+        super().__init__(library, dtype)
+        self.matmul = _product
+        self.vecdot = lambda x, y: jnp.sum(jnp.conj(x) * y, axis=-1)
 
     def normal(self, like: Any, key: tuple[Any, ...]) -> Any:
         """Gaussian numbers in the shape and dtype of an array, told by the key alone."""
@@ -27,6 +33,16 @@ class _Namespace(Namespace):
 
     def _uniform(self, like: Any, key: tuple[Any, ...]) -> Any:
         return jax.random.uniform(_folded(key), like.shape, like.dtype)
+
+
+def _product(x: Any, y: Any) -> Any:
+    """The product of two matrices, spread as the rows of the first and the columns of the second are."""
+    first, second = (jax.typeof(each).sharding for each in (x, y))
+    (*rows, inner), (*_, columns) = first.spec, second.spec
+    if columns is None and inner is None and not any(rows):
+        return jnp.matmul(x, y)
+    spec = PartitionSpec(*rows, None if columns in rows else columns)
+    return jnp.matmul(x, y, out_sharding=NamedSharding(first.mesh, spec))
 
 
 def _folded(key: tuple[Any, ...]) -> Any:
@@ -40,8 +56,16 @@ array_api.NAMESPACES["jax.numpy"] = _Namespace
 
 
 def zeros(shape: tuple[int, ...], dtype: str, library: str, device: Any) -> Any:
-    """A fresh slot."""
-    return jnp.zeros(shape, dtype, device=device)
+    """A fresh slot, spread over devices as its parameter is; one of a shape that cannot be is on all of them."""
+    return jnp.zeros(shape, dtype, device=device if device is None else _fitting(device, shape))
+
+
+def _fitting(sharding: Sharding, shape: tuple[int, ...]) -> Sharding:
+    try:
+        sharding.shard_shape(shape)
+    except ValueError:
+        return NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
+    return sharding
 
 
 def prepare(batch: Batch) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from optimisers.backends.arrays import dtype_name, library_of, trainable_dtype
+from optimisers.backends.arrays import device_of, dtype_name, library_of, trainable_dtype
 from optimisers.errors import ModelError, TieError, suggest
 from optimisers.model.layout import Alias, Layout, Parameter
 from optimisers.model.paths import Path
@@ -33,8 +33,7 @@ def parameters_of(model: Any) -> list[tuple[Parameter, Any]]:
             shape=tuple(array.shape),
             dtype=dtype_name(array),
             library=library_of(array) or "",
-            # JAX puts a fresh array where it is first used.
-            device=None if library_of(array) in ("numpy", "jax") else getattr(array, "device", None),
+            device=device_of(array, library_of(array) or ""),
             owners=structure.occurrences[at].owners,
             aliases=aliases,
         )
