@@ -1,7 +1,7 @@
 """Fine-tune an Equinox transformer with a tied embedding: freeze its trunk, thaw it from the top, then give it a new head."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -13,36 +13,33 @@ import optax
 import optimisers as op
 from optimisers.demo.corpus import Ids, read
 
-WIDTH, HEADS, BLOCKS, SEQUENCES, LENGTH = 64, 4, 2, 16, 64
-KINDS = (str.isspace, str.islower, str.isupper, str.isdigit)  # what else a character may be is a fifth kind
+WIDTH, HEADS, BLOCKS, SEQUENCES, LENGTH = 64, 4, 2, 16, 32
+SIZES = ((WIDTH, 3 * WIDTH), (WIDTH, WIDTH), (WIDTH, 4 * WIDTH), (4 * WIDTH, WIDTH))
+KINDS = (str.isspace, str.islower, str.isupper, str.isdigit, lambda character: True)  # the first that holds
 
 
 class Block(eqx.Module):
-    """Each character looks at those before it, then thinks."""
-
-    before: tuple[eqx.nn.RMSNorm, eqx.nn.RMSNorm]
-    attention: eqx.nn.MultiheadAttention
-    mlp: eqx.nn.MLP
+    look: eqx.nn.Linear
+    join: eqx.nn.Linear
+    up: eqx.nn.Linear
+    down: eqx.nn.Linear
 
     def __init__(self, key: jax.Array) -> None:
-        one, two = jax.random.split(key)
-        self.before = (eqx.nn.RMSNorm(WIDTH, use_bias=False), eqx.nn.RMSNorm(WIDTH, use_bias=False))
-        self.attention = eqx.nn.MultiheadAttention(HEADS, WIDTH, key=one)
-        self.mlp = eqx.nn.MLP(WIDTH, WIDTH, 4 * WIDTH, 1, jax.nn.gelu, key=two)
+        keys = jax.random.split(key, 4)
+        layers = [eqx.nn.Linear(*sizes, use_bias=False, key=each) for sizes, each in zip(SIZES, keys, strict=True)]
+        self.look, self.join, self.up, self.down = layers
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = jax.vmap(self.before[0])(x)
-        x = x + self.attention(y, y, y, mask=jnp.tri(len(x), dtype=bool))
-        return x + jax.vmap(self.mlp)(jax.vmap(self.before[1])(x))
+        seen = jax.vmap(self.look)(normed(x)).reshape(len(x), HEADS, -1)
+        found = jax.nn.dot_product_attention(*jnp.split(seen, 3, axis=-1), is_causal=True)
+        x = x + jax.vmap(self.join)(found.reshape(x.shape))
+        return x + jax.vmap(self.down)(jax.nn.relu(jax.vmap(self.up)(normed(x))))
 
 
-class Language(eqx.Module):
-    """A transformer over characters with two heads: its own embedding, and one for the kind of a character."""
-
+class Transformer(eqx.Module):
     embed: jax.Array
     places: jax.Array
     blocks: list[Block]
-    norm: eqx.nn.RMSNorm
     head: jax.Array
     kinds: eqx.nn.Linear
 
@@ -51,89 +48,78 @@ class Language(eqx.Module):
         self.embed = self.head = 0.1 * jax.random.normal(embed, (alphabet, WIDTH))  # this is all it takes to tie them
         self.places = 0.1 * jax.random.normal(places, (LENGTH, WIDTH))
         self.blocks = [Block(each) for each in blocks]
-        self.norm = eqx.nn.RMSNorm(WIDTH, use_bias=False)
-        self.kinds = eqx.nn.Linear(WIDTH, len(KINDS) + 1, key=kinds)
+        self.kinds = eqx.nn.Linear(WIDTH, len(KINDS), key=kinds)
 
     def __call__(self, ids: jax.Array) -> jax.Array:
         x = self.embed[ids] + self.places
         for block in self.blocks:
             x = block(x)
-        return jax.vmap(self.norm)(x)
+        return normed(x)
+
+
+def normed(x: jax.Array) -> jax.Array:
+    return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-5)
 
 
 class Phase(NamedTuple):
-    """What a phase came to: the held-out loss before and after it, how often its step was traced, what it left."""
-
     name: str
-    before: float
-    after: float
+    losses: list[float]
     traces: int
     state: op.State
     weights: dict[str, Any]
 
 
 def main(argv: Sequence[str] | None = None) -> list[Phase]:
-    """Run all phases and print what each came to."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=100, help="of each phase (default: 100)")
+    parser.add_argument("--steps", type=int, default=50, help="of each of the five phases (default: 50)")
     steps = parser.parse_args(argv).steps
 
     corpus, random = read(), np.random.default_rng(0)
-    kind_of = jnp.asarray([[*(kind(each) for kind in KINDS), True].index(True) for each in corpus.alphabet])
-    model = Language(len(corpus.alphabet), jax.random.key(0))
-    rule = op.Chain(op.ClipGlobalNorm(1.0), op.AdamW(3e-3, betas=(0.9, 0.99)))
-    state = op.setup(op.no_decay(rule, ndim=1), model, frozen="kinds")  # asleep, the new head costs nothing
+    kind_of = jnp.asarray([[kind(each) for kind in KINDS].index(True) for each in corpus.alphabet])
+    model = Transformer(len(corpus.alphabet), jax.random.key(0))
+    rule = op.Chain(op.ClipGlobalNorm(1.0), op.AdamW(5e-3, betas=(0.9, 0.99)))
+    state = op.setup(rule, model, frozen="kinds")  # asleep, the new head costs nothing
 
-    @eqx.filter_jit
-    def next_character(model: Language, rows: jax.Array) -> jax.Array:
+    def next_character(model: Transformer, rows: jax.Array) -> jax.Array:
         scores = jax.vmap(model)(rows[:, :-1]) @ model.head.T
         return optax.softmax_cross_entropy_with_integer_labels(scores, rows[:, 1:]).mean()
 
-    @eqx.filter_jit
-    def next_kind(model: Language, rows: jax.Array) -> jax.Array:
+    def next_kind(model: Transformer, rows: jax.Array) -> jax.Array:
         scores = jax.vmap(jax.vmap(model.kinds))(jax.vmap(model)(rows[:, :-1]))
         return optax.softmax_cross_entropy_with_integer_labels(scores, kind_of[rows[:, 1:]]).mean()
 
     traces, phases = 0, []
 
     @eqx.filter_jit
-    def step(state: op.State, model: Language, loss: Any, rows: jax.Array) -> tuple[op.State, Language]:
+    def step(state: op.State, model: Transformer, loss: Callable[..., Any], rows: jax.Array) -> tuple[op.State, Transformer, Any]:
         nonlocal traces
         traces += 1
-        _, grads = op.value_and_grad(loss, state)(model, rows)  # of what is live alone; a tie has one gradient, summed
-        return op.update(state, model, grads)
+        value, grads = op.value_and_grad(loss, state)(model, rows)  # of what is live; a tie has one gradient, summed
+        return *op.update(state, model, grads), value
 
-    def train(name: str, state: op.State, text: Ids, loss: Any = next_character) -> tuple[op.State, Language]:
-        held_out, trained, compiled = batch(corpus.held_out, np.random.default_rng(1)), model, traces
+    def train(name: str, state: op.State, model: Transformer, text: Ids, loss: Callable[..., Any]) -> tuple[op.State, Transformer]:
+        losses, before = [], traces
         for _ in range(steps):
-            state, trained = step(state, trained, loss, batch(text, random))
-        before, after = (float(loss(each, held_out)) for each in (model, trained))
-        phases.append(Phase(name, before, after, traces - compiled, state, op.trainables(trained)))
-        report(phases[-1])
-        return state, trained
+            starts = random.integers(0, len(text) - LENGTH, SEQUENCES)
+            rows = jnp.asarray(text[starts[:, None] + np.arange(LENGTH + 1)])
+            state, model, value = step(state, model, loss, rows)
+            losses.append(float(value))
+        phases.append(Phase(name, losses, traces - before, state, op.trainables(model)))
+        print(f"{name}: loss {np.mean(losses[:10]):.3f} -> {np.mean(losses[-10:]):.3f}, compilations: {traces - before}")
+        branches = {"embed": "embed", "kinds": "kinds.weight"} | {f"blocks.{at}": f"blocks.{at}.up.weight" for at in range(BLOCKS)}
+        print("  steps taken:", ", ".join(f"{name} {state[path].step}" for name, path in branches.items()))
+        return state, model
 
-    state, model = train("pretrain", state, corpus.first)
-    state, model = train("trunk frozen", state.freeze("blocks"), corpus.second)
-    state, model = train("last block thawed", state.thaw(f"blocks.{BLOCKS - 1}"), corpus.second)
-    state, model = train("all thawed", state.thaw("blocks"), corpus.second)
-    # The old head stays as it is, apart from the embedding. All others go on with the moments and counts that they have.
-    state, model = train("new head", state.untie("head").freeze("head").thaw("kinds"), corpus.second, next_kind)
+    state, model = train("pretrain", state, model, corpus.first, next_character)
+    state, model = train("trunk frozen", state.freeze("blocks"), model, corpus.second, next_character)
+    state, model = train("last block thawed", state.thaw(f"blocks.{BLOCKS - 1}"), model, corpus.second, next_character)
+    state, model = train("all thawed", state.thaw("blocks"), model, corpus.second, next_character)
+
+    # The old head parts from the embedding and stays as it is; all else goes on, with the moments and counts it has.
+    state, model = op.update(state.untie("head"), model, {})  # no gradients, no step
+    state, model = train("new head", state.freeze("head").thaw("kinds"), model, corpus.second, next_kind)
     print(op.summary(state))
     return phases
-
-
-def batch(text: Ids, random: np.random.Generator) -> jax.Array:
-    """Random rows of a text."""
-    starts = random.integers(0, len(text) - LENGTH, SEQUENCES)
-    return jnp.asarray(text[starts[:, None] + np.arange(LENGTH + 1)])
-
-
-def report(phase: Phase) -> None:
-    """Print a phase, and how many steps the parameters of each branch have taken."""
-    print(f"{phase.name}: held-out loss {phase.before:.3f} -> {phase.after:.3f}, step compiled {phase.traces} time(s)")
-    counts = {str(leaf.path): f"{leaf.step}{' (frozen)' if leaf.frozen else ''}" for leaf in phase.state.leaves()}
-    branches = {".".join(path.split(".")[:2]) if path.startswith("blocks") else path.split(".")[0]: at for path, at in counts.items()}
-    print("  steps taken:", ", ".join(f"{branch} {count}" for branch, count in branches.items()))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import optimisers as op
 from optimisers.backends import array_api, elementwise, loops
 from optimisers.backends import numba as compiled
 from optimisers.backends.arrays import dtype_name, library_of, memory_of
+from optimisers.backends.namespace import namespace
 from tests.conftest import EPS, NUMPY_BACKENDS, Backend, all_bits, assert_close, leaf, random_array, train, wide
 
 # Arrays of odd kinds --------------------------------------------------------------------------------------------------
@@ -602,7 +603,7 @@ def test_the_bodies_before_compilation_are_those_of_the_compiled_code() -> None:
 
 
 def test_every_function_is_there_on_whole_arrays_too(backend: Backend) -> None:
-    library = array_api.namespace(_namespace(backend), "float64")
+    library = namespace(_namespace(backend), "float64")
     x, z = backend.array([-2.0, 0.0, 0.5]), backend.array([3 + 4j, 0j], "complex128")
     for name in elementwise.__all__:
         assert callable(getattr(library, name))

@@ -77,3 +77,33 @@ def test_every_rule_is_measured_beside_its_peers():
     assert done.returncode == 0, done.stdout + done.stderr
     for name in rules.cases():
         assert f"{name}: optimisers " in done.stdout
+
+
+# In JAX, figure by figure, what is aimed at.
+JAX_TARGETS = {
+    "GPT-2 small, compiled step, against Optax": 1.0,
+    "2,000 arrays, first compiled call, against Optax": 0.75,
+    "500 arrays, 20 groups against 1: step": 1.15,
+    "500 arrays, 20 groups against 1: first call": 1.5,
+    "GPT-2 small, 90 % frozen, bytes accessed, against none frozen": 0.15,
+    "1,000 arrays, step without jit, against Optax": 0.25,
+    "2,000 arrays, first step without jit, against Optax's first compiled call": 0.1,
+}
+
+
+def test_quick_run_in_jax_measures_every_figure_and_writes_json(tmp_path: Path):
+    done = run("--quick", "--out", str(tmp_path), module="benchmarks.jax_step")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert all(name in done.stdout for name in JAX_TARGETS)
+
+    found = json.loads((tmp_path / "jax_step.json").read_text())
+    figures = {figure["name"]: figure for figure in found["figures"]}
+    assert {name: figures[name]["target"] for name in JAX_TARGETS} == JAX_TARGETS
+    assert found["quick"] is True
+    assert found["disagreement"] < 1e-3
+    timings = found["timings"]["step"]
+    against_optax = figures["GPT-2 small, compiled step, against Optax"]["value"]
+    assert against_optax == timings["optimisers"]["minimum"] / timings["Optax"]["minimum"]
+    # What is counted is as true of small models.
+    assert figures["GPT-2 small, 90 % frozen, bytes accessed, against none frozen"]["met"]
+    assert all(figure["value"] < 1 for figure in found["figures"] if figure["section"] == "memory")

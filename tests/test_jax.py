@@ -337,6 +337,40 @@ def test_errors_come_while_tracing() -> None:
         jax.jit(op.update)(state, {**model, "b": None}, _grads(0))
 
 
+def test_float0_gradients_are_errors() -> None:
+    model = _model()
+    state = op.setup(op.Adam(), model)
+    none = np.zeros((3, 4), jax.dtypes.float0)
+    with pytest.raises(op.errors.DtypeError, match="w: the gradient is float0"):
+        jax.jit(lambda state, model: op.update(state, model, {"w": none}))(state, model)
+    # For whole numbers in the model they are what JAX gives.
+    model = {"w": jnp.ones(2), "n": jnp.arange(2)}
+    grads = jax.grad(lambda model: model["w"].sum(), allow_int=True)(model)
+    _, after = op.update(op.setup(op.Descent(1.0), model), model, grads)
+    assert after["w"].tolist() == [0, 0]
+
+
+def test_none_in_the_place_of_a_parameter_is_an_error_without_gradient_too() -> None:
+    model = _model()
+    state = op.setup(op.Adam(), model)
+    with pytest.raises(op.errors.ModelError, match="w: the state has a parameter here, but the model holds None"):
+        jax.jit(op.update)(state, {**model, "w": None}, {"b": model["b"]})
+
+
+def test_arrays_of_a_trace_that_is_over_are_an_error() -> None:
+    kept: list[Any] = []
+    jax.jit(lambda model: kept.append(model))(_model())
+    with pytest.raises(op.errors.ModelError, match='"b" is a traced array that was kept'):
+        op.setup(op.Adam(), kept[0])
+
+
+def test_the_global_norm_is_taken_inside_a_program() -> None:
+    model = _model()
+    state = op.setup(op.Adam(), model).freeze("w")
+    for norm in (op.global_norm, lambda grads: op.global_norm(grads, state)):
+        assert float(jax.jit(norm)(_grads(0))) == pytest.approx(norm(_grads(0)), rel=1e-6)
+
+
 # Optax ----------------------------------------------------------------------------------------------------------------
 
 

@@ -12,9 +12,11 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
+from flax.training.train_state import TrainState
 
 import optimisers as op
 from optimisers.errors import ModelError, PathError
+from optimisers.interop.optax import as_optax
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(5, 3)), "float32")
 TOKENS = jnp.asarray([1, 4, 2])
@@ -36,7 +38,7 @@ def _nnx_state() -> tuple[Any, Callable[[Any], Any]]:
 
 
 def _linen() -> tuple[Any, Callable[[Any], Any]]:
-    module = linen.Sequential([linen.Dense(4), jax.nn.tanh, linen.Dense(2)])
+    module: Any = linen.Sequential([linen.Dense(4), jax.nn.tanh, linen.Dense(2)])
     return module.init(jax.random.key(0), X), lambda model: (module.apply(model, X) ** 2).mean()
 
 
@@ -262,3 +264,56 @@ def test_a_loop_of_equinox_compiles_once() -> None:
         state, model = step(state, model)
         state = state.adjust(lr=0.1 / (at + 1))
     assert traces == 1
+
+
+# Optimisers of Flax ---------------------------------------------------------------------------------------------------
+
+
+def _norms() -> Any:
+    layers = nnx.Linear(3, 4, rngs=nnx.Rngs(0)), jax.nn.tanh, nnx.BatchNorm(4, rngs=nnx.Rngs(2)), nnx.Linear(4, 2, rngs=nnx.Rngs(1))
+    return nnx.Sequential(*layers)
+
+
+def test_a_rule_works_inside_the_optimizer_of_nnx() -> None:
+    def trained(transformation: Any) -> tuple[Any, Any, int]:
+        model, traces = _norms(), 0
+        optimizer = nnx.Optimizer(model, transformation, wrt=nnx.Param)
+
+        @nnx.jit
+        def step(model: Any, optimizer: Any) -> None:
+            nonlocal traces
+            traces += 1
+            optimizer.update(model, nnx.grad(lambda model: (model(X) ** 2).mean())(model))
+
+        for _ in range(4):
+            step(model, optimizer)
+        return model, optimizer, traces
+
+    model, optimizer, traces = trained(as_optax(op.Chain(op.SkipNonFinite(), op.AdamW(0.1))))
+    other, _, _ = trained(optax.adamw(0.1, weight_decay=0.01))
+    assert traces == 1
+    for one, two in zip(_arrays(model), _arrays(other), strict=True):
+        np.testing.assert_allclose(one, two, rtol=1e-4, atol=1e-5)
+    # Its state is a State, with variables in the places of arrays.
+    assert int(optimizer.opt_state.step[...]) == 4
+    before = model.layers[0].kernel[...]
+    optimizer.opt_state = optimizer.opt_state.freeze("layers.0")
+    optimizer.update(model, nnx.grad(lambda model: (model(X) ** 2).mean())(model))
+    assert (model.layers[0].kernel[...] == before).all()
+    assert int(optimizer.opt_state.step[...]) == 5
+
+
+def test_a_rule_works_inside_the_train_state_of_linen() -> None:
+    model, loss = _linen()
+    state: Any = TrainState.create(apply_fn=None, params=model, tx=as_optax(op.AdamW(0.1)))
+    other: Any = TrainState.create(apply_fn=None, params=model, tx=optax.adamw(0.1, weight_decay=0.01))
+
+    @jax.jit
+    def step(state: Any) -> Any:
+        return state.apply_gradients(grads=jax.grad(loss)(state.params))
+
+    for _ in range(4):
+        state, other = step(state), step(other)
+    for one, two in zip(_arrays(state.params), _arrays(other.params), strict=True):
+        np.testing.assert_allclose(one, two, rtol=1e-4, atol=1e-5)
+    assert int(state.opt_state.step) == int(state.step) == 4

@@ -78,7 +78,7 @@ def test_slots_lie_as_their_parameters_and_the_numbers_are_those_of_one_device(m
 def test_a_loop_compiles_once(mesh: Any) -> None:
     model = _spread(_arrays(0), mesh)
     state = op.setup(op.Chain(op.SkipNonFinite(), RULE), model)
-    step = jax.jit(lambda *args: op.update(*args), donate_argnums=(0, 1))
+    step: Any = jax.jit(lambda *args: op.update(*args), donate_argnums=(0, 1))
     for k in range(3):
         state, model = step(state, model, _spread(_arrays(k + 1), mesh))
         state = state.adjust(lr=0.1 / (k + 1))

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from optimisers.backends.array_api import derive
 from optimisers.backends.arrays import namespace_of
 from optimisers.backends.base import Batch, columns_of
 from optimisers.plan import Part
@@ -51,8 +50,8 @@ class Job:
         ]
 
     def _scalars(self, part: Part, state: State) -> list[dict[str, Sequence[Any]]]:
-        if part.library == "jax":
-            return _traced_scalars(part, state)
+        if part.backend.row_by_row:
+            return _scalars_of_rows(part, state)
         counters = [counter for _, counter in part.rows]
         many = len(part.rows) > 1
         step = np.array([state.counters[counter] for counter in counters]) + 1 if many else state.counters[counters[0]] + 1
@@ -74,7 +73,7 @@ class Job:
         return self.part.backend.sums(self.batch, self.pending[0])
 
 
-def _traced_scalars(part: Part, state: State) -> list[dict[str, Sequence[Any]]]:
+def _scalars_of_rows(part: Part, state: State) -> list[dict[str, Sequence[Any]]]:
     """The scalars of each row on its own: arrays and tracers are not to be put together only to be taken apart again."""
     made: dict[Any, list[dict[str, Any]]] = {}
     for group, counter in part.rows:
@@ -108,7 +107,7 @@ def decide(jobs: list[Job], state: State) -> Any:
         if member.measure is not None:
             totals = [reduce(add, map(_total, parts)) for parts in zip(*(job.sums() for job in here), strict=True)]
             for job in here:
-                derive(job.batch, job.pending[0], totals)
+                job.part.backend.derive(job.batch, job.pending[0], totals)
         passed = reduce(_either, [job.passed for job in here])
         before = memory.get(member.name, {})
         if member.apply_tree is not None:

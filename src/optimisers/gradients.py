@@ -16,6 +16,7 @@ from optimisers.model.paths import Path
 from optimisers.model.reading import Opened, open_with, parameters_of
 from optimisers.model.ties import SAME, View, shape_through
 from optimisers.model.trees import opened
+from optimisers.rules.base import is_traced
 from optimisers.setup import trainables
 from optimisers.state import State, check_state
 
@@ -139,8 +140,8 @@ def _shown(path: Path) -> str:
     return f'"{path}"' if path else "the root"
 
 
-def global_norm(grads: Any, state: State | None = None) -> float:
-    r"""The L2 norm of all gradients together, $\sqrt{\sum |g|^2}$, each parameter once.
+def global_norm(grads: Any, state: State | None = None) -> Any:
+    r"""The L2 norm of all gradients together, $\sqrt{\sum |g|^2}$, each parameter once. A float; in a trace of JAX, a scalar.
 
     **Arguments:**
 
@@ -156,23 +157,28 @@ def global_norm(grads: Any, state: State | None = None) -> float:
     """
     if state is None:
         leaves = {id(leaf): leaf for leaf in opened(grads)[0] if isinstance(leaf, np.generic) or library_of(leaf) is not None}
-        return float(np.sqrt(sum(_square(leaf) for leaf in leaves.values())))
+        return _root(sum(_square(leaf) for leaf in leaves.values()))
     check_state(state, "global_norm")
-    total = 0.0
+    total: Any = 0.0
     for parameter, grad in zip(state.parameters, gather(grads, state.layout), strict=True):
         if grad is not None:
             check_gradient(parameter.path, parameter.shape, parameter.dtype, parameter.library, grad)
             rows = parameter.live_rows
             total += _square(grad) if rows is None else sum(_square(grad[start:stop]) for start, stop in rows)
-    return float(np.sqrt(total))
+    return _root(total)
 
 
-def _square(array: Any) -> float:
+def _root(total: Any) -> Any:
+    return namespace_of(total).sqrt(total) if is_traced(total) else float(np.sqrt(total))
+
+
+def _square(array: Any) -> Any:
     if isinstance(array, (np.ndarray, np.generic)):
         flat = wide(np.asarray(array)).reshape(-1)
         return float(np.vdot(flat, flat).real)
     library = namespace_of(array)
-    return float(library.sum(library.abs(wide(array)) ** 2))
+    total = library.sum(library.abs(wide(array)) ** 2)
+    return total if is_traced(total) else float(total)
 
 
 # Flat views of a model ------------------------------------------------------------------------------------------------

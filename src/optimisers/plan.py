@@ -72,6 +72,7 @@ class Plan:
                 key = (record.library, record.device, program, record.dtype, slot_dtypes(record, program))
                 batches.setdefault(key, []).append(at)
         self.parts = [Part(layout, members) for members in batches.values()]
+        self.waiting = [at for at, record in enumerate(layout.parameters) if not (present[at] or record.frozen)]
         self.starting = [at for part in self.parts if part.program.started for at in part.members]
         self.next: dict[Any, tuple[Layout, list[tuple[int, int]]]] = {}
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from optimisers.backends.arrays import memory_of
+from optimisers.backends.base import check_parameter
 from optimisers.decisions import Job, decide
 from optimisers.errors import StateError, TieError
 from optimisers.gradients import gather
@@ -75,6 +76,9 @@ def _step(state: State, model: Any, grads: Any, *, in_place: bool) -> tuple[Stat
     if view.aliases:
         view.check_ties()
     arrays, changed = _apart(state, view)
+    for at in plan.waiting:
+        record = state.parameters[at]
+        check_parameter(record.path, record.shape, record.dtype, record.library, arrays[at])
     given, state = state, state.with_started(arrays, plan.starting)
     jobs = [Job(part, state, arrays, gradients, in_place) for part in plan.parts]
     for job in jobs:

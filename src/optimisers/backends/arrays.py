@@ -8,6 +8,8 @@ from typing import Any
 import array_api_compat
 import numpy as np
 
+from optimisers.rules.base import is_traced
+
 __all__ = [
     "Memory",
     "compute_dtype",
@@ -63,7 +65,7 @@ def device_of(array: Any, library: str) -> Any:
         return getattr(array, "device", None)
     import jax
 
-    if not isinstance(array, jax.core.Tracer):
+    if not is_traced(array):
         return array.sharding if len(array.sharding.device_set) > 1 else None
     sharding = jax.typeof(array).sharding
     return sharding if any(axes is not None for axes in sharding.spec) else None

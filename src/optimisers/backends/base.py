@@ -80,7 +80,10 @@ def _plain(value: Any) -> Any:
 
 
 class Backend(Protocol):
-    """The functions that a backend module has."""
+    """What a backend module has."""
+
+    row_by_row: bool
+    """Whether scalars may be traced: then they are worked out for each row alone, else for all rows in one vector."""
 
     def zeros(self, shape: tuple[int, ...], dtype: str, library: str, device: Any) -> Any:
         """A fresh slot."""
@@ -96,6 +99,10 @@ class Backend(Protocol):
 
     def sums(self, batch: Batch, member: int) -> Sequence[Any]:
         """What `measure` of one member adds up to, for each of its sums an array over the parameters."""
+        ...
+
+    def derive(self, batch: Batch, member: int, totals: Sequence[Any]) -> None:
+        """Add the scalars that a member derives from sums: numbers for all rows of the table alike, or one for each."""
         ...
 
     def reached(self, batch: Batch, member: int) -> Sequence[tuple[Any, Any, tuple[Any, ...]]]:
@@ -134,6 +141,8 @@ def check_parameter(path: Any, shape: tuple[int, ...], dtype: str, library: str,
 def check_gradient(path: Any, shape: tuple[int, ...], dtype: str, library: str, grad: Any) -> None:
     """Check that a gradient can serve a parameter."""
     found = "numpy" if isinstance(grad, np.generic) else library_of(grad)
+    if getattr(getattr(grad, "dtype", None), "names", None) == ("float0",):
+        raise DtypeError(f"{_at(path)}: the gradient is float0, JAX's for what has no derivative; pass None for it")
     if found is None:
         raise GradientError(f"{_at(path)}: the gradient is {_kind(grad)}, not an array; pass an array or None")
     if found != library:

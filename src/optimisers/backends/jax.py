@@ -6,6 +6,7 @@ whole model holds a call for each.
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -13,10 +14,12 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from optimisers.backends import array_api
-from optimisers.backends.array_api import Namespace
 from optimisers.backends.base import Batch, check
+from optimisers.backends.namespace import NAMESPACES, Namespace, namespace
 
-__all__ = ["decide", "prepare", "reached", "run", "sums", "zeros"]
+__all__ = ["decide", "derive", "prepare", "reached", "row_by_row", "run", "sums", "zeros"]
+
+row_by_row = True
 
 
 class _Namespace(Namespace):
@@ -52,7 +55,7 @@ def _folded(key: tuple[Any, ...]) -> Any:
     return folded
 
 
-array_api.NAMESPACES["jax.numpy"] = _Namespace
+NAMESPACES["jax.numpy"] = _Namespace
 
 
 def zeros(shape: tuple[int, ...], dtype: str, library: str, device: Any) -> Any:
@@ -60,7 +63,7 @@ def zeros(shape: tuple[int, ...], dtype: str, library: str, device: Any) -> Any:
     return jnp.zeros(shape, dtype, device=device if device is None else _fitting(device, shape))
 
 
-def _fitting(sharding: Sharding, shape: tuple[int, ...]) -> Sharding:
+def _fitting(sharding: Sharding, shape: tuple[int, ...]) -> Sharding | None:
     try:
         sharding.shard_shape(shape)
     except ValueError:
@@ -81,6 +84,15 @@ def sums(batch: Batch, member: int) -> Sequence[Any]:
     """The sums of one member's measure, for each of them a list over the parameters."""
     found = [_measured(batch, at, member) for at in range(len(batch.params))]
     return [list(parts) for parts in zip(*found, strict=True)]
+
+
+def derive(batch: Batch, member: int, totals: Sequence[Any]) -> None:
+    """Add the scalars that a member derives from sums, for each row of the table on its own: they may be traced."""
+    form, columns, xp = batch.program.members[member], batch.scalars[member], namespace(jnp)
+    assert form.measured is not None
+    rows = [SimpleNamespace(**{name: values[row] for name, values in columns.items()}) for row in range(batch.rows)]
+    derived = [form.measured(xp, h, *totals) for h in rows]
+    columns |= {name: [each[name] for each in derived] for name in derived[0]}
 
 
 def reached(batch: Batch, member: int) -> Sequence[tuple[Any, Any, tuple[Any, ...]]]:
@@ -139,7 +151,7 @@ def _of_one(function: Callable[..., Any]) -> Callable[..., Any]:
         )
         for at, each in enumerate(program.members[:member]):
             if each.measure is not None and each.scope == "leaf":
-                array_api.decide(batch, at)
+                derive(batch, at, array_api.sums_of(batch, at, 0))
         return function(batch, member, *options)
 
     def call(batch: Batch, at: int, member: int, *options: Any) -> Any:

@@ -22,7 +22,9 @@ from optimisers.backends.base import Batch, check
 from optimisers.backends.loops import DTYPES, compile_at_once, loop, pointer
 from optimisers.rules.program import Program
 
-__all__ = ["decide", "fuses", "prepare", "reached", "run", "sums", "zeros"]
+__all__ = ["decide", "derive", "fuses", "prepare", "reached", "row_by_row", "run", "sums", "zeros"]
+
+row_by_row = False
 
 _CHUNK = 16_384
 _BATCHES = 64

@@ -166,7 +166,7 @@ def _copying(cls: type, look: _Look, fill: _Fill) -> _Apart:
 
         def make(children: _Children) -> Any:
             node = old()
-            made = cls.__new__(cls) if node is None else copy.copy(node)
+            made = cls.__new__(cls) if node is None else copy.copy(node)  # type: ignore[call-overload]
             for name in [name for name in getattr(made, "__dict__", ()) if isinstance(getattr(cls, name, None), cached_property)]:
                 del made.__dict__[name]  # it was worked out from the old children
             return fill(made, children)

@@ -10,6 +10,7 @@ from optimisers.model.layout import Alias, Layout, Parameter
 from optimisers.model.paths import Path
 from optimisers.model.ties import View, find_ties, same_memory
 from optimisers.model.trees import Structure, opened
+from optimisers.rules.base import is_traced
 
 __all__ = ["Opened", "open_with", "parameters_of"]
 
@@ -23,6 +24,7 @@ def parameters_of(model: Any) -> list[tuple[Parameter, Any]]:
     """
     leaves, structure = opened(model)
     places = [at for at, leaf in enumerate(leaves) if _trains(leaf) and structure.occurrences[at].trains]
+    _check_traces([(structure.paths[at], leaves[at]) for at in places])
     found = []
     for group in find_ties([structure.paths[at] for at in places], [leaves[at] for at in places]):
         at = places[group[0][0]]
@@ -39,6 +41,25 @@ def parameters_of(model: Any) -> list[tuple[Parameter, Any]]:
         )
         found.append((record, array))
     return found
+
+
+def _check_traces(found: Sequence[tuple[Path, Any]]) -> None:
+    """Check that traced arrays belong to a trace of JAX that is still under way.
+
+    **Raises** `ModelError`, naming the path.
+    """
+    # The first one of each trace will do.
+    traced = {id(getattr(array, "_trace", None)): (path, array) for path, array in reversed(found) if is_traced(array)}
+    for path, array in traced.values():
+        try:
+            array.reshape(-1)[:0]
+        except Exception as error:
+            if type(error).__name__ != "UnexpectedTracerError":
+                raise
+            raise ModelError(
+                f"{_shown(path)} is a traced array that was kept from a jax.jit, grad or vmap which is over; return the model from "
+                "the function instead of storing it on the side"
+            ) from error
 
 
 def _trains(leaf: Any) -> bool:
