@@ -6,7 +6,7 @@ from typing import Any
 
 from optimisers.model.layout import Layout
 from optimisers.rules.base import Rule
-from optimisers.rules.numbers import Foreign, join, split
+from optimisers.rules.numbers import Foreign, Parts, join, split
 
 __all__ = ["register"]
 
@@ -18,14 +18,13 @@ def register(cls: type) -> None:
 
 
 def _flatten(state: Any) -> tuple[list[Any], Any]:
-    parts = [split(rule) for rule in state.rules]
-    numbers = [number for _, own in parts for number in own]
+    parts = state.parts
     slots = [slot for own in state.slots for slot in own or ()]
     memory = [(name, key, value) for name, own in state.memory.items() for key, value in own.items()]
     static = (
         state.layout,
-        tuple([form for form, _ in parts]),
-        tuple([len(own) for _, own in parts]),
+        parts.forms,
+        parts.counts,
         tuple([None if own is None else len(own) for own in state.slots]),
         len(state.counters),
         state.detached,
@@ -34,7 +33,7 @@ def _flatten(state: Any) -> tuple[list[Any], Any]:
     )
     kept = [value.value if isinstance(value, Foreign) else value for *_, value in memory if not isinstance(value, bool)]
     # The type of a plain number is weak; what rules keep comes out of a step with a type of its own, and so has to go in.
-    plain = [_array(value, state.layout) for value in (*state.counters, state.step, *numbers)]
+    plain = [_array(value, state.layout) for value in (*state.counters, state.step, *parts.numbers)]
     return [*slots, *plain, *(_array(value, state.layout, dtype=type(value)) for value in kept)], static
 
 
@@ -66,7 +65,7 @@ def _unflatten(cls: type, static: Any, leaves: Iterable[Any]) -> Any:
 
     slots = tuple([None if count is None else take(count) for count in presence])
     counts, step = take(counters), next(left)
-    rules = tuple([join(form, take(count)) for form, count in zip(forms, numbers, strict=True)])
+    rules = Parts(forms, numbers, take(sum(numbers)))
     kept: dict[str, dict[str, Any]] = {}
     for name, key, value in memory:
         new = next(left) if value is None else value

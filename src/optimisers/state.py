@@ -16,6 +16,7 @@ from optimisers.model.select import Selectable, as_selector, matching
 from optimisers.model.slots import carried, check_rule, copied, fresh_slots, with_started
 from optimisers.model.ties import SAME, View
 from optimisers.rules.base import Rule, member_names
+from optimisers.rules.numbers import Parts
 from optimisers.rules.program import program_of
 
 __all__ = ["State", "check_state", "new_state"]
@@ -49,12 +50,12 @@ class State:
         True
     """
 
-    __slots__ = ("__weakref__", "addresses", "counters", "detached", "layout", "memory", "rules", "slots", "spent", "step")
+    __slots__ = ("__weakref__", "_rules", "addresses", "counters", "detached", "layout", "memory", "slots", "spent", "step")
 
     def __init__(
         self,
         layout: Layout,
-        rules: tuple[Rule, ...],
+        rules: tuple[Rule, ...] | Parts,
         counters: tuple[Any, ...],
         step: Any,
         slots: Slots,
@@ -63,7 +64,7 @@ class State:
         addresses: dict[Any, Any] | None = None,
     ) -> None:
         self.layout = layout
-        self.rules = rules
+        self._rules = rules
         self.counters = counters
         self.step = step
         self.slots = slots
@@ -78,6 +79,19 @@ class State:
             pytree.register(State)
 
     # Reading ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        """The rule of each group."""
+        # A compiled loop hands states on without ever looking at their rules.
+        if isinstance(self._rules, Parts):
+            self._rules = self._rules.joined()
+        return self._rules
+
+    @property
+    def parts(self) -> Parts:
+        """The rules, their numbers apart."""
+        return self._rules if isinstance(self._rules, Parts) else Parts.of(self._rules)
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:

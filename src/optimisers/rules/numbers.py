@@ -1,13 +1,14 @@
 """A rule's numbers apart from its form: what is data, and what shapes the computation."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from optimisers.rules.base import Rule, is_number, static
 
-__all__ = ["Foreign", "join", "split", "stack"]
+__all__ = ["Foreign", "Parts", "join", "split", "stack"]
 
 
 def stack(rules: Sequence[Rule]) -> Rule:
@@ -74,6 +75,30 @@ def _is_data(rule: Rule, name: str, value: Any) -> bool:
     """Whether the value of a hyperparameter is a number that may change without another computation."""
     switch = name in rule.switches and isinstance(value, (int, float)) and not value
     return name not in rule.options and is_number(value) and not switch
+
+
+class Parts(NamedTuple):
+    """Several rules taken apart."""
+
+    forms: tuple[Rule, ...]
+    counts: tuple[int, ...]
+    """How many numbers each has."""
+    numbers: Sequence[Any]
+
+    @classmethod
+    def of(cls, rules: Iterable[Rule]) -> "Parts":
+        """Take rules apart."""
+        parts = [split(rule) for rule in rules]
+        return cls(
+            tuple([form for form, _ in parts]),
+            tuple([len(own) for _, own in parts]),
+            [number for _, own in parts for number in own],
+        )
+
+    def joined(self) -> tuple[Rule, ...]:
+        """The rules, put together again."""
+        left = iter(self.numbers)
+        return tuple([join(form, islice(left, count)) for form, count in zip(self.forms, self.counts, strict=True)])
 
 
 class _Number:
