@@ -102,6 +102,23 @@ def test_freezing_and_thawing_compile_once_each() -> None:
     assert {str(path): int(leaf(state, path).step) for path in state} == {"w": 5, "b": 9, "s": 9}
 
 
+def test_untying_compiles_once() -> None:
+    w = jnp.ones(3)
+    model, counted = {"embed": w, "head": w}, Counted()
+    state = op.setup(op.Adam(0.1), model)
+    grads = {"embed": jnp.ones(3), "head": 2 * jnp.ones(3)}
+    state, model = counted.step(state, model, grads)
+    state = state.untie("head")
+    assert len(state.rules) == 1
+    for _ in range(3):
+        state, model = counted.step(state, model, grads)
+    assert counted.traces == 2
+    assert (model["embed"] != model["head"]).all()
+    state, _ = op.update(state, model, grads)
+    assert int(leaf(state, "head").step) == 5
+    assert not state.detached
+
+
 def test_the_frozen_part_is_gone_from_the_program() -> None:
     model = {"small": jnp.ones((10, 10)), "large": jnp.ones((100, 100))}
     state = op.setup(op.Adam(0.1), model)

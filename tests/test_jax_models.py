@@ -220,6 +220,27 @@ def test_a_graph_of_nnx_is_trained_inside_its_own_jit() -> None:
     assert not (np.asarray(model.norm.mean[...]) == 0).all()
 
 
+@pytest.mark.parametrize("compiled", [True, False], ids=["jit", "eager"])
+def test_what_a_loss_writes_into_variables_is_kept(compiled: bool) -> None:
+    def trained(grad: Any) -> Any:
+        model = Tied(nnx.Rngs(0))
+        state = op.setup(op.Adam(0.1), model)
+
+        def step(model: Any, state: Any) -> Any:
+            state, new = op.update(state, model, grad(state)(model))
+            nnx.update(model, nnx.state(new))
+            return state
+
+        for _ in range(3):
+            state = (nnx.jit(step) if compiled else step)(model, state)
+        return model
+
+    model, other = trained(lambda state: op.grad(_tied_loss, state)), trained(lambda state: nnx.grad(_tied_loss))
+    assert int(model.drop.rngs.count[...]) == 3
+    for one, two in zip(_arrays(model), _arrays(other), strict=True):
+        np.testing.assert_allclose(one, two, rtol=1e-4, atol=1e-5)
+
+
 def test_freezing_by_type_reaches_modules_of_jax() -> None:
     model = _net()[0]
     assert len([leaf for leaf in op.setup(op.Adam(), model).freeze(eqx.nn.Linear).leaves() if leaf.frozen]) == 4

@@ -5,6 +5,7 @@ from typing import Any
 
 from optimisers.errors import GradientError
 from optimisers.gradients import partition
+from optimisers.model.jax_nodes import other_variables
 from optimisers.state import State, check_state
 
 __all__ = ["grad", "value_and_grad"]
@@ -15,7 +16,7 @@ def value_and_grad(loss: Callable[..., Any], state: State, *, has_aux: bool = Fa
 
     Frozen parameters cost no gradient, tied ones get one gradient, summed, and masked occurrences give none. In JAX it composes
     with `jit`, `vmap`, `scan` and `checkpoint`; the gradient of a complex parameter is conjugated, so that it points uphill, as in
-    PyTorch and as `update` takes it.
+    PyTorch and as `update` takes it. Variables of Flax NNX that the loss writes to, such as running means, change in the model.
 
     **Arguments:**
 
@@ -52,7 +53,7 @@ def value_and_grad(loss: Callable[..., Any], state: State, *, has_aux: bool = Fa
 
     def call(model: Any, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         params, rebuild = partition(state, model)
-        return engine(lambda params: loss(rebuild(params), *args, **kwargs), params, has_aux)
+        return engine(model, params, rebuild, lambda model: loss(model, *args, **kwargs), has_aux)
 
     return call
 
@@ -76,19 +77,35 @@ def grad(loss: Callable[..., Any], state: State, *, has_aux: bool = False) -> Ca
     return call
 
 
-def _by_jax(loss: Callable[..., Any], params: dict[str, Any], has_aux: bool) -> tuple[Any, dict[str, Any]]:
+_Loss = Callable[[Any], Any]
+
+
+def _by_jax(model: Any, params: dict[str, Any], rebuild: _Loss, loss: _Loss, has_aux: bool) -> tuple[Any, dict[str, Any]]:
     import jax
 
-    value, gradients = jax.value_and_grad(loss, has_aux=has_aux)(params)
-    return value, {name: array.conj() if jax.numpy.iscomplexobj(array) else array for name, array in gradients.items()}
+    variables = other_variables(model)
+
+    def run(params: dict[str, Any]) -> tuple[Any, Any]:
+        copy = rebuild(params)
+        found = loss(copy)
+        value, aux = found if has_aux else (found, None)
+        # What the loss has written into the copy has to leave the trace with it.
+        written = {path: variable.get_value() for path, variable in other_variables(copy).items() if path in variables}
+        return value, (aux, {path: new for path, new in written.items() if new is not variables[path].get_value()})
+
+    (value, (aux, written)), gradients = jax.value_and_grad(run, has_aux=True)(params)
+    for path, new in written.items():
+        variables[path].set_value(new)
+    gradients = {name: array.conj() if jax.numpy.iscomplexobj(array) else array for name, array in gradients.items()}
+    return (value, aux) if has_aux else value, gradients
 
 
-def _by_torch(loss: Callable[..., Any], params: dict[str, Any], has_aux: bool) -> tuple[Any, dict[str, Any]]:
+def _by_torch(model: Any, params: dict[str, Any], rebuild: _Loss, loss: _Loss, has_aux: bool) -> tuple[Any, dict[str, Any]]:
     import torch
 
     with torch.enable_grad():
         leaves = {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
-        found = loss(leaves)
+        found = loss(rebuild(leaves))
         value = found[0] if has_aux else found
         if value.grad_fn is None:
             raise GradientError("the loss does not depend on any live parameter of the model that it was given")

@@ -250,10 +250,11 @@ class State:
         parameters = list(self.layout.parameters)
         parameters[at] = rest
         alone, slots, rule = self._elsewhere(at, view, alone)
+        same = rule is self.rules[alone.group]
         return self._next(
-            [*parameters, alone._replace(group=len(self.rules))],
+            [*parameters, alone if same else alone._replace(group=len(self.rules))],
             [*self.slots, slots],
-            rules=[*self.rules, rule],
+            rules=self.rules if same else [*self.rules, rule],
             counters=(*self.counters, 0),
             detached=self.detached | {key},
         )

@@ -17,6 +17,7 @@ from optimisers.model.reading import Opened, open_with
 from optimisers.model.slots import copied
 from optimisers.model.ties import same_memory
 from optimisers.plan import counted, plan_for
+from optimisers.rules.base import is_traced
 from optimisers.state import State, check_state
 
 __all__ = ["update", "update_"]
@@ -97,7 +98,9 @@ def _step(state: State, model: Any, grads: Any, *, in_place: bool) -> tuple[Stat
     addresses = state.addresses if slots is state.slots else None
     # What is left of the old state is its counts, which no longer go with its slots.
     given.spent = in_place and slots is state.slots and any(job.batch.slot_dtypes for job in jobs)
-    new_state = State(layout, state.rules, counters, step, slots, memory, addresses=addresses)
+    # What is static in a traced step stays, or it would be compiled twice.
+    detached = frozenset(path for path in state.detached if is_traced(arrays[layout.index[path]]))
+    new_state = State(layout, state.rules, counters, step, slots, memory, detached, addresses)
     # An alias of its own is put back into line even where the parameter was written in place.
     if in_place and view.aliases:
         changed |= {

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
-__all__ = ["BOXED", "apart", "is_node", "trains"]
+__all__ = ["BOXED", "apart", "is_node", "other_variables", "trains"]
 
 
 class _Boxed:
@@ -42,6 +42,14 @@ def apart(node: Any) -> tuple[Mapping[Hashable, Any], Callable[[Mapping[Hashable
     boxed = nnx is not None and isinstance(node, nnx.Variable)
     children = {BOXED if boxed else _key(path[0]): child for path, child in found}
     return children, lambda new: jax.tree.unflatten(structure, new.values())
+
+
+def other_variables(model: Any) -> dict[Any, Any]:
+    """The variables of Flax NNX in a model that do not train, by path: running means, random streams."""
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return {}
+    return {path: node for path, node in nnx.iter_graph(model) if isinstance(node, nnx.Variable) and not trains(type(node))}
 
 
 def _key(entry: Any) -> Hashable:
