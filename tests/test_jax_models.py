@@ -15,7 +15,8 @@ from flax import linen, nnx
 from flax.training.train_state import TrainState
 
 import optimisers as op
-from optimisers.errors import ModelError, PathError
+from optimisers.errors import ModelError, PathError, StateError
+from optimisers.interop.flax import get_state, set_state
 from optimisers.interop.optax import as_optax
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(5, 3)), "float32")
@@ -241,6 +242,23 @@ def test_what_a_loss_writes_into_variables_is_kept(compiled: bool) -> None:
         np.testing.assert_allclose(one, two, rtol=1e-4, atol=1e-5)
 
 
+def test_variables_that_a_loss_makes_are_kept() -> None:
+    class Noting(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.layers = nnx.List([nnx.Linear(3, 3, rngs=rngs) for _ in range(2)])
+
+        def __call__(self, x: Any) -> Any:
+            for layer in self.layers:
+                x = layer(x)
+                setattr(layer, "seen", nnx.Intermediate(x))  # noqa: B010
+            return x
+
+    model: Any = Noting(nnx.Rngs(0))
+    op.grad(lambda model: (model(X) ** 2).mean(), op.setup(op.Adam(), model))(model)
+    seen = model.layers[1].seen[...]
+    np.testing.assert_allclose(seen, model(X), rtol=1e-6)
+
+
 def test_freezing_by_type_reaches_modules_of_jax() -> None:
     model = _net()[0]
     assert len([leaf for leaf in op.setup(op.Adam(), model).freeze(eqx.nn.Linear).leaves() if leaf.frozen]) == 4
@@ -317,11 +335,38 @@ def test_a_rule_works_inside_the_optimizer_of_nnx() -> None:
         np.testing.assert_allclose(one, two, rtol=1e-4, atol=1e-5)
     # Its state is a State, with variables in the places of arrays.
     assert int(optimizer.opt_state.step[...]) == 4
-    before = model.layers[0].kernel[...]
-    optimizer.opt_state = optimizer.opt_state.freeze("layers.0")
-    optimizer.update(model, nnx.grad(lambda model: (model(X) ** 2).mean())(model))
-    assert (model.layers[0].kernel[...] == before).all()
-    assert int(optimizer.opt_state.step[...]) == 5
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: state.freeze("layers.0"),
+        lambda state: state.adjust(lr=0.05).adjust("layers.0", weight_decay=1),
+        lambda state: state.freeze("layers.0").drop("layers.0").thaw(),
+        lambda state: state.replace(op.Lion(1e-3)),
+        lambda state: state.reset("layers.3"),
+    ],
+    ids=["freeze", "adjust", "drop", "replace", "reset"],
+)
+def test_the_state_inside_an_optimizer_of_nnx_is_changed(change: Any) -> None:
+    model = _norms()
+    optimizer = nnx.Optimizer(model, as_optax(op.AdamW(0.1)), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model: Any, optimizer: Any) -> None:
+        optimizer.update(model, nnx.grad(lambda model: (model(X) ** 2).mean())(model))
+
+    step(model, optimizer)
+    expected = change(get_state(optimizer))
+    set_state(optimizer, expected)
+    assert get_state(optimizer) == expected
+    params, grads = nnx.state(model, nnx.Param), nnx.grad(lambda model: (model(X) ** 2).mean())(model)
+    _, right = op.update(expected, params, grads)
+    step(model, optimizer)
+    for one, two in zip(_arrays(nnx.state(model, nnx.Param)), _arrays(right), strict=True):
+        np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-6)
+    with pytest.raises(StateError, match="as_optax"):
+        get_state(nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param))
 
 
 def test_a_rule_works_inside_the_train_state_of_linen() -> None:

@@ -106,6 +106,21 @@ def test_a_thawed_parameter_gets_slots_that_lie_as_it_does(mesh: Any) -> None:
     assert (int(leaf(thawed, "embed").step), int(leaf(thawed, "block").step)) == (1, 2)
 
 
+def test_a_state_moves_to_another_mesh(mesh: Any) -> None:
+    state, model = op.setup(RULE, _spread(_arrays(0), mesh), frozen="embed"), _spread(_arrays(0), mesh)
+    state, model = jax.jit(op.update)(state, model, _spread(_arrays(1), mesh))
+    other = _mesh(mesh.axis_types[0], 4)
+
+    def moved(tree: Any) -> Any:
+        return jax.tree.map(lambda leaf: jax.device_put(leaf, NamedSharding(other, leaf.sharding.spec)), tree)
+
+    state, model = moved(state).adjust(lr=0.05).thaw(), moved(model)
+    assert _slots_lie(state, other)
+    state, model = jax.jit(op.update)(state, model, _spread(_arrays(2), other))
+    assert _slots_lie(state.reset("block"), other)
+    assert int(leaf(state, "block").step) == 2
+
+
 def test_a_state_is_made_inside_a_program_where_it_is_to_lie(mesh: Any) -> None:
     model = _spread(_arrays(0), mesh)
 
@@ -117,6 +132,7 @@ def test_a_state_is_made_inside_a_program_where_it_is_to_lie(mesh: Any) -> None:
         state = jax.jit(partial(op.setup, RULE), out_shardings=jax.tree.map(where, shapes))(model)
         assert _slots_lie(state, mesh)
         _, after = jax.jit(op.update)(state, model, _spread(_arrays(1), mesh))
+    assert _slots_lie(state.reset("block"), mesh)
     _assert_close(after, _trained(RULE, lambda tree: tree, steps=1)[1])
 
 

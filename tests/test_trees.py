@@ -2,8 +2,10 @@
 
 import copy
 import enum
+import threading
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, make_dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -430,3 +432,66 @@ def test_an_array_that_became_trainable_is_noticed() -> None:
     for changed in ({"n": np.ones(3)}, {"k": np.ones(3)}):
         with pytest.raises(ModelError, match="that the state does not know"):
             op.update(state, {**model, **changed}, {"w": np.ones(2)})
+
+
+def test_threads_that_meet_a_new_type_at_once_all_open_it() -> None:
+    def meet(round_: int) -> list[int]:
+        kind = make_dataclass(f"New{round_}", ["weight", "rest"])
+        model = [kind(np.ones(2), kind(np.ones(3), None)) for _ in range(4)]
+        barrier = threading.Barrier(4)
+
+        def count() -> int:
+            barrier.wait()
+            return len(op.trainables(model))
+
+        with ThreadPoolExecutor(4) as pool:
+            return [each.result() for each in [pool.submit(count) for _ in range(4)]]
+
+    for round_ in range(50):
+        assert meet(round_) == [8] * 4
+
+
+def test_nodes_that_exist_only_while_a_model_is_opened_stay_apart() -> None:
+    @dataclass
+    class Box:
+        items: dict[str, Any]
+        name: str = ""
+
+    class Holder:
+        def __init__(self, **arrays: Any) -> None:
+            self.arrays = arrays
+
+    op.register(
+        Holder,
+        children=lambda holder: {"box": Box(holder.arrays, name="made on the way")},
+        rebuild=lambda holder, new: Holder(**new["box"].items),
+    )
+    w = np.ones(2)
+    model = [Holder(p=w), Holder(q=w)]
+    _, new = op.update(op.setup(op.Descent(1.0), model), model, {})
+    assert [list(holder.arrays) for holder in new] == [["p"], ["q"]]
+
+
+def test_a_type_can_be_registered_after_it_was_met() -> None:
+    class Late:
+        def __init__(self) -> None:
+            self.weight = np.ones(2)
+
+    with pytest.warns(OptimiserWarning, match="holds a Late"):
+        op.trainables([Late(), np.ones(1)])
+    op.register(Late)
+    assert len(op.trainables([Late(), np.ones(1)])) == 2
+
+
+def test_a_node_that_stands_twice_stays_one() -> None:
+    @dataclass
+    class Layer:
+        weight: Any
+
+    layer = Layer(np.ones(2))
+    model = {"a": layer, "b": [layer], "c": Layer(np.ones(2))}
+    state, new = op.update(op.setup(op.Descent(1.0), model), model, {"a.weight": np.ones(2)})
+    assert new["a"] is new["b"][0]
+    _, new = op.update(state.untie("b.0.weight"), new, {"a.weight": np.ones(2)})
+    assert new["a"] is not new["b"][0]
+    assert (new["b"][0].weight == 0).all()

@@ -33,6 +33,7 @@ class Job:
             dtype=part.dtype,
             slot_dtypes=part.slot_dtypes,
             library=part.library,
+            device=part.device,
             params=list(part.pick(arrays)),
             grads=list(part.pick(gradients)),
             slots=list(part.pick(state.slots)),

@@ -1,11 +1,12 @@
 """Gradients of a loss with respect to the live parameters of a model, by JAX or PyTorch."""
 
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 from optimisers.errors import GradientError
 from optimisers.gradients import partition
-from optimisers.model.jax_nodes import other_variables
+from optimisers.model.jax_nodes import is_variable, trains
 from optimisers.state import State, check_state
 
 __all__ = ["grad", "value_and_grad"]
@@ -51,6 +52,9 @@ def value_and_grad(loss: Callable[..., Any], state: State, *, has_aux: bool = Fa
             "take partition(state, model), and the gradient with respect to its parameters from a package that knows them"
         )
 
+    if any(is_variable(owner) for record in live for owner in record.owners[-1:]):
+        engine = _by_nnx
+
     def call(model: Any, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         params, rebuild = partition(state, model)
         return engine(model, params, rebuild, lambda model: loss(model, *args, **kwargs), has_aux)
@@ -83,21 +87,37 @@ _Loss = Callable[[Any], Any]
 def _by_jax(model: Any, params: dict[str, Any], rebuild: _Loss, loss: _Loss, has_aux: bool) -> tuple[Any, dict[str, Any]]:
     import jax
 
-    variables = other_variables(model)
+    value, gradients = jax.value_and_grad(lambda params: loss(rebuild(params)), has_aux=has_aux)(params)
+    return value, {name: array.conj() if jax.numpy.iscomplexobj(array) else array for name, array in gradients.items()}
 
-    def run(params: dict[str, Any]) -> tuple[Any, Any]:
-        copy = rebuild(params)
+
+def _by_nnx(model: Any, params: dict[str, Any], rebuild: _Loss, loss: _Loss, has_aux: bool) -> tuple[Any, dict[str, Any]]:
+    """What the loss writes into other variables of its copy of the model has to leave the trace with it."""
+    variables, kinds = _other_variables(model), dict[Any, type]()
+
+    def with_variables(copy: Any) -> tuple[Any, Any]:
         found = loss(copy)
         value, aux = found if has_aux else (found, None)
-        # What the loss has written into the copy has to leave the trace with it.
-        written = {path: variable.get_value() for path, variable in other_variables(copy).items() if path in variables}
-        return value, (aux, {path: new for path, new in written.items() if new is not variables[path].get_value()})
+        after = _other_variables(copy)
+        kinds.update({path: type(variable) for path, variable in after.items()})
+        now = {path: variable.get_value() for path, variable in after.items()}
+        return value, (aux, {p: new for p, new in now.items() if p not in variables or new is not variables[p].get_value()})
 
-    (value, (aux, written)), gradients = jax.value_and_grad(run, has_aux=True)(params)
+    (value, (aux, written)), gradients = _by_jax(model, params, rebuild, with_variables, has_aux=True)
     for path, new in written.items():
-        variables[path].set_value(new)
-    gradients = {name: array.conj() if jax.numpy.iscomplexobj(array) else array for name, array in gradients.items()}
+        if path in variables:
+            variables[path].set_value(new)
+        else:
+            owner = reduce(lambda node, key: node[key] if isinstance(key, int) else getattr(node, key), path[:-1], model)
+            setattr(owner, path[-1], kinds[path](new))
     return (value, aux) if has_aux else value, gradients
+
+
+def _other_variables(model: Any) -> dict[Any, Any]:
+    """The variables in a model that do not train, by path: running means, random streams."""
+    from flax import nnx
+
+    return {path: node for path, node in nnx.iter_graph(model) if is_variable(type(node)) and not trains(type(node))}
 
 
 def _by_torch(model: Any, params: dict[str, Any], rebuild: _Loss, loss: _Loss, has_aux: bool) -> tuple[Any, dict[str, Any]]:

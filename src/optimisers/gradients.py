@@ -118,7 +118,7 @@ def _summed(parameter: Parameter, parts: list[tuple[Path, View, Any]]) -> Any:
         if grad is None or path in parameter.masked or id(grad) in seen:
             continue
         seen.add(id(grad))
-        check_gradient(path, shape_through(view, parameter.shape), parameter.dtype, parameter.library, grad)
+        check_gradient(path, shape_through(view, parameter.shape), parameter.dtype, parameter.library, grad, parameter.device)
         terms.append(view.undo(grad))
     if len(terms) > 1:
         terms = [_cast(term, compute_dtype(parameter.dtype)) for term in terms]
@@ -162,7 +162,7 @@ def global_norm(grads: Any, state: State | None = None) -> Any:
     total: Any = 0.0
     for parameter, grad in zip(state.parameters, gather(grads, state.layout), strict=True):
         if grad is not None:
-            check_gradient(parameter.path, parameter.shape, parameter.dtype, parameter.library, grad)
+            check_gradient(parameter.path, parameter.shape, parameter.dtype, parameter.library, grad, parameter.device)
             rows = parameter.live_rows
             total += _square(grad) if rows is None else sum(_square(grad[start:stop]) for start, stop in rows)
     return _root(total)

@@ -30,9 +30,9 @@ class Part:
         self.members = members
         self.pick = picker(tuple(members))
         self.program = layout.programs[first.group]
-        self.dtype, self.library = first.dtype, first.library
+        self.dtype, self.library, self.device = first.dtype, first.library, first.device
         self.slot_dtypes = slot_dtypes(first, self.program)
-        self.backend = backend_for(first.library, self.program, (first.dtype, *self.slot_dtypes))
+        self.backend = backend_for(first.library, self.program, (first.dtype, *self.slot_dtypes), first.device)
         self.paths = [record.path for record in records]
         self.shapes = [record.shape for record in records]
         self.live_rows = [record.live_rows for record in records]

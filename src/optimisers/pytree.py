@@ -4,11 +4,10 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any
 
-from optimisers.model.layout import Layout
-from optimisers.rules.base import Rule
+from optimisers.rules.base import Rule, is_traced
 from optimisers.rules.numbers import Foreign, Parts, join, split
 
-__all__ = ["register"]
+__all__ = ["placed", "register"]
 
 
 @cache
@@ -33,27 +32,34 @@ def _flatten(state: Any) -> tuple[list[Any], Any]:
     )
     kept = [value.value if isinstance(value, Foreign) else value for *_, value in memory if not isinstance(value, bool)]
     # The type of a plain number is weak; what rules keep comes out of a step with a type of its own, and so has to go in.
-    plain = [_array(value, state.layout) for value in (*state.counters, state.step, *parts.numbers)]
-    return [*slots, *plain, *(_array(value, state.layout, dtype=type(value)) for value in kept)], static
+    plain = [_array(value, state) for value in (*state.counters, state.step, *parts.numbers)]
+    return [*slots, *plain, *(_array(value, state, dtype=type(value)) for value in kept)], static
 
 
-def _array(value: Any, layout: Layout, **options: Any) -> Any:
+def _array(value: Any, state: Any, **options: Any) -> Any:
     """A plain number as an array, as it comes out of a step: there are those who take plain numbers for static."""
     if type(value) not in (int, float):
         return value
-    array = _jax().numpy.asarray(value, **options)
-    if "everywhere" not in layout.cache:
-        layout.cache["everywhere"] = _everywhere(layout)
-    where = layout.cache["everywhere"]
-    return array if where is None else _jax().device_put(array, where)
+    array, sharding = _jax().numpy.asarray(value, **options), _jax().sharding
+    mesh = _mesh(state)
+    return array if mesh is None else _jax().device_put(array, sharding.NamedSharding(mesh, sharding.PartitionSpec()))
 
 
-def _everywhere(layout: Layout) -> Any:
-    """Where to put what is needed on each device of a mesh over which parameters are spread."""
-    sharding = _jax().sharding
-    meshes = [record.device.mesh for record in layout.parameters if isinstance(record.device, sharding.NamedSharding)]
+def _mesh(state: Any) -> Any:
+    """The mesh that the arrays of a state are spread over, or at `setup` its parameters; `None` for one device."""
+    sharding, slots = _jax().sharding, (slot for own in state.slots for slot in own or ())
+    arrays = [each for each in (state.step, next(slots, None)) if hasattr(each, "dtype") and not is_traced(each)]
+    found: list[Any] = [getattr(each, "sharding", None) for each in arrays] or [record.device for record in state.layout.parameters]
+    meshes = [each.mesh for each in found if isinstance(each, sharding.NamedSharding)]
     # The mesh of a trace has no devices.
-    return sharding.NamedSharding(meshes[0], sharding.PartitionSpec()) if meshes and isinstance(meshes[0], sharding.Mesh) else None
+    return meshes[0] if meshes and isinstance(meshes[0], sharding.Mesh) else None
+
+
+def placed(state: Any, device: Any) -> Any:
+    """Where fresh slots go for a parameter that lay there at `setup`, now that the state may have moved to another mesh."""
+    sharding = _jax().sharding
+    mesh = _mesh(state) if isinstance(device, sharding.NamedSharding) else None
+    return device if mesh is None else sharding.NamedSharding(mesh, device.spec)
 
 
 def _unflatten(cls: type, static: Any, leaves: Iterable[Any]) -> Any:

@@ -6,10 +6,11 @@ from warnings import warn
 
 from optimisers.assignment import RuleFor, assign, check_kind
 from optimisers.backends.arrays import itemsize_of, library_of, trainable_dtype
-from optimisers.errors import DtypeError, OptimiserWarning, PathError
+from optimisers.errors import DtypeError, HyperparameterError, OptimiserWarning, PathError
 from optimisers.model.reading import parameters_of
 from optimisers.model.select import Selectable, matching
 from optimisers.model.trees import opened
+from optimisers.rules.base import Rule
 from optimisers.state import State, new_state
 
 __all__ = ["setup", "trainables"]
@@ -53,6 +54,8 @@ def setup(
         (['embed', 'head.bias'], {Path('head.weight'): 'transposed'})
     """
     check_kind(rule, "setup")
+    if isinstance(model, Rule):
+        raise HyperparameterError("setup takes the rule first, then the model")
     found = parameters_of(model)
     records = [record for record, _ in found]
     excluded = frozenset[Any]()

@@ -7,6 +7,7 @@ from typing import Any
 
 from optimisers import pytree
 from optimisers.assignment import RuleFor, check_kind, check_selectors, chooser
+from optimisers.backends.arrays import device_of
 from optimisers.errors import HyperparameterError, ModelError, PathError, StateError, suggest
 from optimisers.leaf import Leaf, line_of, same_leaf, same_value
 from optimisers.model import rewrite
@@ -17,7 +18,7 @@ from optimisers.model.slots import carried, check_rule, copied, fresh_slots, wit
 from optimisers.model.ties import SAME, View
 from optimisers.rules.base import Rule, member_names
 from optimisers.rules.numbers import Parts
-from optimisers.rules.program import program_of
+from optimisers.rules.program import Program, program_of
 
 __all__ = ["State", "check_state", "new_state"]
 
@@ -271,7 +272,7 @@ class State:
             return alone, None, own
         shaped = any(slot is not None and tuple(slot.shape) not in (whole.shape, ()) for slot in slots)
         if own is not rule or (view != SAME and shaped):
-            return alone._replace(counter=len(self.counters)), fresh_slots(alone, program_of(own)), own
+            return alone._replace(counter=len(self.counters)), self._fresh(alone, program_of(own)), own
         seen = [slot if slot is None or tuple(slot.shape) != whole.shape else view.apply(slot) for slot in slots]
         return alone, tuple([slot if slot is None else copied(slot) for slot in seen]), own
 
@@ -354,7 +355,7 @@ class State:
             counter = parameters[at].counter if begun is None else len(counters)
             parameters[at] = parameters[at]._replace(group=groups[own.key], counter=counter)
             if slots[at] is not None:
-                new = fresh_slots(parameters[at], program)
+                new = self._fresh(parameters[at], program, slots[at])
                 slots[at] = tuple([new if old is None else old for old, new in zip(kept, new, strict=True)])
         return self._next(parameters, slots, rules=rules, counters=(*counters, 0))
 
@@ -373,7 +374,7 @@ class State:
         for at in chosen:
             parameters[at] = parameters[at]._replace(counter=len(self.counters))
             if slots[at] is not None:
-                slots[at] = fresh_slots(parameters[at], self.layout.programs[parameters[at].group])
+                slots[at] = self._fresh(parameters[at], self.layout.programs[parameters[at].group], slots[at])
         memory = {} if len(chosen) == len(parameters) else self.memory
         return self._next(parameters, slots, counters=(*self.counters, 0), memory=memory)
 
@@ -436,6 +437,14 @@ class State:
         kept_memory = _memory(kept, self.memory if memory is None else memory)
         return State(layout, kept, tuple(used), self.step, tuple(slots), kept_memory, detached)
 
+    def _fresh(self, parameter: Parameter, program: Program, old: tuple[Any, ...] | None = None) -> tuple[Any, ...]:
+        """Fresh slots, beside those that there were, or there are for other parameters."""
+        if parameter.library == "jax":
+            seen = [slot for slot in old or () if slot is not None and tuple(slot.shape) == parameter.shape]
+            device = device_of(seen[0], "jax") if seen else parameter.device
+            parameter = parameter._replace(device=device if device is None else pytree.placed(self, device))
+        return fresh_slots(parameter, program)
+
     def with_started(self, arrays: Sequence[Any], chosen: Iterable[int]) -> "State":
         """A state in which slots that start as a function of their parameter are there. Itself when none was missing.
 
@@ -467,7 +476,7 @@ class State:
         for at in chosen:
             parameters[at] = parameter = change(parameters[at])
             if slots[at] is None and not parameter.frozen:
-                slots[at] = fresh_slots(parameter, self.layout.programs[parameter.group])
+                slots[at] = self._fresh(parameter, self.layout.programs[parameter.group])
         return self._next(parameters, slots)
 
     def _with_masks(self, selector: "Selectable", combine: Callable[[frozenset[Path], set[Path]], frozenset[Path]]) -> "State":

@@ -79,7 +79,7 @@ def _step(state: State, model: Any, grads: Any, *, in_place: bool) -> tuple[Stat
     arrays, changed = _apart(state, view)
     for at in plan.waiting:
         record = state.parameters[at]
-        check_parameter(record.path, record.shape, record.dtype, record.library, arrays[at])
+        check_parameter(record.path, record.shape, record.dtype, record.library, arrays[at], record.device)
     given, state = state, state.with_started(arrays, plan.starting)
     jobs = [Job(part, state, arrays, gradients, in_place) for part in plan.parts]
     for job in jobs:

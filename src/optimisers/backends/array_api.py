@@ -17,12 +17,15 @@ from optimisers.rules.program import Program
 __all__ = [
     "decide",
     "derive",
+    "element_ranges",
+    "moved",
     "prepare",
     "reached",
     "row_by_row",
     "run",
     "sums",
     "sums_of",
+    "through",
     "wide",
     "zeros",
 ]
@@ -128,7 +131,7 @@ def sums_of(batch: Batch, member: int, at: int) -> list[Any]:
     total: list[Any] = [0.0] * program.members[member].sums
     with _plainly(batch.library):
         for xp, g, p, slots in _pieces(batch, at, whole):
-            g, p, _ = _through(batch, at, xp, g, p, h[:member], slots)
+            g, p, _ = through(batch, at, xp, g, p, h[:member], slots)
             inputs = [wide(array) for array in (g, p, *slots[program.spans[member]])]
             parts = measure(xp, inputs[0], inputs[1], h[member], *inputs[2:])
             values = [_sum(part, inputs[0], rows) for part in (parts if isinstance(parts, tuple) else (parts,))]
@@ -143,7 +146,7 @@ def reached(batch: Batch, member: int) -> list[tuple[Any, Any, tuple[Any, ...]]]
         for at in range(len(batch.params)):
             h = [batch.h(k, at) for k in range(member)]
             for xp, g, p, slots in _pieces(batch, at, whole=True):
-                g, p, _ = _through(batch, at, xp, g, p, h, slots)
+                g, p, _ = through(batch, at, xp, g, p, h, slots)
                 found.append((g, p, tuple(slots[batch.program.spans[member]])))
     return found
 
@@ -167,7 +170,7 @@ def _run_numpy(batch: Batch, at: int, program: Program, h: list[Any], step: bool
     params, slots = batch.prepared.params, batch.prepared.slots
     whole = not program.elementwise
     for xp, g, p, old, part in _numpy_pieces(batch, at, whole):
-        p, new = _moved(batch, at, xp, g, p, h, old, step)
+        p, new = moved(batch, at, xp, g, p, h, old, step)
         rows = _row_mask(batch.live_rows[at], batch.shapes[at]) if whole else None
         # A rule may keep an old slot in a new one: what is about to be written is copied first.
         new = [
@@ -191,7 +194,7 @@ def _store(target: np.ndarray, value: Any, rows: np.ndarray | None) -> None:
 def _run_array(batch: Batch, at: int, program: Program, h: list[Any], step: bool) -> tuple[Any, tuple[Any, ...]]:
     ((xp, g, p, old),) = _pieces(batch, at, whole=True)
     given: list[Any] = [batch.params[at], batch.grads[at], p, g, *old]
-    p, new = _moved(batch, at, xp, g, p, h, old, step)
+    p, new = moved(batch, at, xp, g, p, h, old, step)
     rows = _row_mask(batch.live_rows[at], batch.shapes[at])
     slots: list[Any] = []
     for before, value in zip(batch.slots[at], new, strict=True):
@@ -203,7 +206,7 @@ def _run_array(batch: Batch, at: int, program: Program, h: list[Any], step: bool
     if not step:
         return before, tuple(slots)
     after = _kept(xp._library, before, p, rows, copy=any(p is each for each in given))
-    return (after.requires_grad_() if getattr(before, "requires_grad", False) else after), tuple(slots)
+    return after, tuple(slots)
 
 
 def _kept(library: Any, before: Any, value: Any, rows: np.ndarray | None, *, copy: bool) -> Any:
@@ -219,12 +222,12 @@ def _kept(library: Any, before: Any, value: Any, rows: np.ndarray | None, *, cop
     return library.where(_beside(library, rows, len(before.shape)), value, before)
 
 
-def _moved(
-    batch: Batch, at: int, xp: Namespace, g: Any, p: Any, h: list[Any], slots: Sequence[Any], step: bool
+def moved(
+    batch: Any, at: int, xp: Namespace, g: Any, p: Any, h: list[Any], slots: Sequence[Any], step: bool
 ) -> tuple[Any, list[Any]]:
     """A parameter after its step, and all slots, `None` for those not reached."""
     program = batch.program
-    g, p, new = _through(batch, at, xp, g, p, h, slots)
+    g, p, new = through(batch, at, xp, g, p, h, slots)
     if step:
         p = p - g
         for member, span in zip(program.members[: len(h)], program.spans, strict=False):
@@ -236,9 +239,7 @@ def _moved(
     return p, new
 
 
-def _through(
-    batch: Batch, at: int, xp: Namespace, g: Any, p: Any, h: list[Any], slots: Sequence[Any]
-) -> tuple[Any, Any, list[Any]]:
+def through(batch: Any, at: int, xp: Namespace, g: Any, p: Any, h: list[Any], slots: Sequence[Any]) -> tuple[Any, Any, list[Any]]:
     """Pass a gradient through as many members as there are scalars for.
 
     Returns what comes out, the parameter that they acted on, and all slots, `None` for those not reached.

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from optimisers.backends.arrays import dtype_name, library_of, trainable_dtype
+from optimisers.backends.arrays import device_of, dtype_name, library_of, trainable_dtype
 from optimisers.errors import DtypeError, GradientError, HyperparameterError, ModelError, ShapeError
 from optimisers.rules.program import Program
 
@@ -36,6 +36,7 @@ class Batch:
     dtype: str
     slot_dtypes: tuple[str, ...]
     library: str
+    device: Any
     params: list[Any]
     grads: list[Any]
     slots: list[tuple[Any, ...]]
@@ -120,11 +121,11 @@ def check(batch: Batch) -> None:
     **Raises** `ModelError`, `GradientError`, `ShapeError` or `DtypeError`, naming the path.
     """
     for path, shape, param, grad in zip(batch.paths, batch.shapes, batch.params, batch.grads, strict=True):
-        check_parameter(path, shape, batch.dtype, batch.library, param)
-        check_gradient(path, shape, batch.dtype, batch.library, grad)
+        check_parameter(path, shape, batch.dtype, batch.library, param, batch.device)
+        check_gradient(path, shape, batch.dtype, batch.library, grad, batch.device)
 
 
-def check_parameter(path: Any, shape: tuple[int, ...], dtype: str, library: str, param: Any) -> None:
+def check_parameter(path: Any, shape: tuple[int, ...], dtype: str, library: str, param: Any, device: Any = None) -> None:
     """Check that a model still holds the parameter that the state knows."""
     remedy = "make a state for the changed model"
     found = library_of(param)
@@ -136,9 +137,13 @@ def check_parameter(path: Any, shape: tuple[int, ...], dtype: str, library: str,
         raise ModelError(f"{_at(path)}: the state was made for shape {shape}, but the model holds {tuple(param.shape)}; {remedy}")
     if dtype_name(param) != dtype:
         raise ModelError(f"{_at(path)}: the state was made for {dtype}, but the model holds {dtype_name(param)}; {remedy}")
+    if library == "torch" and device is not None and device_of(param, library) != device:
+        raise ModelError(
+            f"{_at(path)}: the state was made on {device}, but the model is on {device_of(param, library)}; move one of them"
+        )
 
 
-def check_gradient(path: Any, shape: tuple[int, ...], dtype: str, library: str, grad: Any) -> None:
+def check_gradient(path: Any, shape: tuple[int, ...], dtype: str, library: str, grad: Any, device: Any = None) -> None:
     """Check that a gradient can serve a parameter."""
     found = "numpy" if isinstance(grad, np.generic) else library_of(grad)
     if getattr(getattr(grad, "dtype", None), "names", None) == ("float0",):
@@ -149,6 +154,12 @@ def check_gradient(path: Any, shape: tuple[int, ...], dtype: str, library: str, 
         raise GradientError(f"{_at(path)}: the gradient is a {found} array, the parameter a {library} array; convert it")
     if tuple(grad.shape) != shape:
         raise ShapeError(f"{_at(path)}: the gradient has shape {tuple(grad.shape)}, the parameter {shape}; they must be equal")
+    if getattr(grad, "is_sparse", False):
+        raise GradientError(
+            f"{_at(path)}: the gradient is sparse; make it dense, as with Embedding(sparse=False) or grad.to_dense()"
+        )
+    if library == "torch" and device is not None and device_of(grad, library) != device:
+        raise GradientError(f"{_at(path)}: the gradient is on {device_of(grad, library)}, the parameter on {device}; move it")
     name = dtype_name(grad)
     if not trainable_dtype(name):
         raise DtypeError(f"{_at(path)}: the gradient has dtype {name}; a gradient is floating or complex, convert it")

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
+from typing import Any
 
 from optimisers.backends import array_api
 from optimisers.backends.base import Backend
@@ -31,17 +32,26 @@ def reference_only() -> Iterator[None]:
         _reference_only.reset(token)
 
 
-def backend_for(library: str, program: Program, dtypes: tuple[str, ...]) -> Backend:
+def backend_for(library: str, program: Program, dtypes: tuple[str, ...], device: Any) -> Backend:
     """The module that runs such a batch. It is imported when first needed."""
-    if library == "numpy" and program.elementwise and not _reference_only.get() and _has_numba():
+    on_cpu = library == "numpy" or (library == "torch" and str(device) == "cpu")
+    if on_cpu and program.elementwise and not _reference_only.get() and _has_numba():
         from optimisers.backends import numba
 
         if numba.fuses(program, dtypes):
-            return numba
+            if library == "numpy":
+                return numba
+            from optimisers.backends import torch_fused
+
+            return torch_fused
     if library == "jax":
         from optimisers.backends import jax
 
         return jax
+    if library == "torch":
+        from optimisers.backends import torch
+
+        return torch
     return array_api
 
 

@@ -138,6 +138,7 @@ def _of_one(function: Callable[..., Any]) -> Callable[..., Any]:
             dtype=dtype,
             slot_dtypes=slot_dtypes,
             library="jax",
+            device=None,
             params=[param],
             grads=[grad],
             slots=[slots],

@@ -22,7 +22,20 @@ from optimisers.backends.base import Batch, check
 from optimisers.backends.loops import DTYPES, compile_at_once, loop, pointer
 from optimisers.rules.program import Program
 
-__all__ = ["decide", "derive", "fuses", "prepare", "reached", "row_by_row", "run", "sums", "zeros"]
+__all__ = [
+    "decide",
+    "derive",
+    "fuses",
+    "prepare",
+    "reached",
+    "row_by_row",
+    "run",
+    "run_in_one_pass",
+    "sums",
+    "sums_in_one_pass",
+    "work_of",
+    "zeros",
+]
 
 row_by_row = False
 
@@ -125,9 +138,7 @@ def fuses(program: Program, dtypes: tuple[str, ...]) -> bool:
 
 def prepare(batch: Batch) -> None:
     """Read the addresses of all arrays; arrays that cannot be used as they are (strided, read-only, cast) are copied."""
-    if "work" not in batch.plan:
-        batch.plan["work"] = _Work(_Expected(batch.shapes), _chunks(batch))
-    expected = batch.plan["work"].expected
+    expected = work_of(batch).expected
     addresses = np.empty((2 + len(batch.slot_dtypes), len(batch.params)), np.int64)
     fine = expected.read(batch.grads, batch.dtype, addresses[1], writeable=False)
     fine = expected.read(batch.params, batch.dtype, addresses[0], writeable=batch.in_place) and fine
@@ -144,7 +155,7 @@ def prepare(batch: Batch) -> None:
 
 def _read_slots(batch: Batch, expected: _Expected, addresses: np.ndarray) -> bool:
     """The addresses of the slots: kept as long as the slots are the same objects."""
-    key = batch.plan["work"]
+    key = work_of(batch)
     if key in batch.addresses:
         addresses[2:] = batch.addresses[key]
         return True
@@ -165,26 +176,48 @@ def decide(batch: Batch, member: int) -> None:
 
 def sums(batch: Batch, member: int) -> Sequence[np.ndarray]:
     """The sums of one member's measure, in float64, added up in a fixed order whatever the threads do."""
+    found = sums_in_one_pass(batch, member)
+    return array_api.sums(batch, member) if found is None else found
+
+
+def run(batch: Batch, length: int, *, step: bool) -> tuple[list[Any], list[tuple[Any, ...]]]:
+    """Run the first members in one pass."""
+    if not step and not any(member.slots for member in batch.program.members[:length]):
+        return batch.params, batch.slots
+    if not run_in_one_pass(batch, length, step=step):
+        return array_api.run(batch, length, step=step)
+    return finish_numpy(batch, step), batch.prepared.slots
+
+
+# One pass over addresses ----------------------------------------------------------------------------------------------
+
+
+def sums_in_one_pass(batch: Batch, member: int) -> Sequence[np.ndarray] | None:
+    """The sums of one member's measure over what lies at the prepared addresses; `None` when Numba cannot compile it."""
     function = _function(batch, member + 1, "measure")
     if function is None:
-        return array_api.sums(batch, member)
-    addresses, chunks, table = batch.prepared.addresses, batch.plan["work"].chunks, _table(batch, member + 1)
+        return None
+    addresses, chunks, table = batch.prepared.addresses, work_of(batch).chunks, _table(batch, member + 1)
     parts = np.zeros((batch.program.members[member].sums, len(chunks)))
     _share(chunks, lambda first, last: function(addresses, table, chunks, first, last, parts))
     return [np.bincount(chunks[:, 0], part, minlength=len(batch.params)) for part in parts]
 
 
-def run(batch: Batch, length: int, *, step: bool) -> tuple[list[Any], list[tuple[Any, ...]]]:
-    """Run the first members in one pass."""
-    _, _, slots, addresses = batch.prepared
-    if not step and not any(member.slots for member in batch.program.members[:length]):
-        return batch.params, batch.slots
+def run_in_one_pass(batch: Batch, length: int, *, step: bool) -> bool:
+    """Run the first members on what lies at the prepared addresses; `False` when Numba cannot compile them."""
     function = _function(batch, length, "step" if step else "hold")
     if function is None:
-        return array_api.run(batch, length, step=step)
-    table, chunks = _table(batch, length), batch.plan["work"].chunks
+        return False
+    addresses, chunks, table = batch.prepared.addresses, work_of(batch).chunks, _table(batch, length)
     _share(chunks, lambda first, last: function(addresses, table, chunks, first, last))
-    return finish_numpy(batch, step), slots
+    return True
+
+
+def work_of(batch: Batch) -> "_Work":
+    """What a batch is, whatever its arrays."""
+    if "work" not in batch.plan:
+        batch.plan["work"] = _Work(_Expected(batch.shapes), _chunks(batch))
+    return batch.plan["work"]
 
 
 def _function(batch: Batch, length: int, purpose: str) -> Callable[..., None] | None:

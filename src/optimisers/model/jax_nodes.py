@@ -8,17 +8,9 @@ import sys
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
-__all__ = ["BOXED", "apart", "is_node", "other_variables", "trains"]
+from optimisers.model.paths import BOXED
 
-
-class _Boxed:
-    """The key of what is in a box. It is left out of paths."""
-
-    def __repr__(self) -> str:
-        return "BOXED"
-
-
-BOXED = _Boxed()
+__all__ = ["apart", "is_node", "is_variable", "trains"]
 
 
 def is_node(value: Any) -> bool:
@@ -27,10 +19,15 @@ def is_node(value: Any) -> bool:
     return jax is not None and not jax.tree_util.all_leaves([value])
 
 
+def is_variable(kind: type) -> bool:
+    """Whether a type is a variable of Flax NNX."""
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and issubclass(kind, nnx.Variable)
+
+
 def trains(kind: type) -> bool:
     """Whether what is below nodes of a type trains."""
-    nnx = sys.modules.get("flax.nnx")
-    return nnx is None or not issubclass(kind, nnx.Variable) or issubclass(kind, nnx.Param)
+    return not is_variable(kind) or issubclass(kind, sys.modules["flax.nnx"].Param)
 
 
 def apart(node: Any) -> tuple[Mapping[Hashable, Any], Callable[[Mapping[Hashable, Any]], Any]]:
@@ -38,18 +35,12 @@ def apart(node: Any) -> tuple[Mapping[Hashable, Any], Callable[[Mapping[Hashable
     import jax
 
     found, structure = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda each: each is not node)
-    nnx = sys.modules.get("flax.nnx")
-    boxed = nnx is not None and isinstance(node, nnx.Variable)
-    children = {BOXED if boxed else _key(path[0]): child for path, child in found}
+    boxed = is_variable(type(node))
+    children: dict[Hashable, Any] = {BOXED if boxed else _key(path[0]): child for path, child in found}
+    if len(children) < len(found):
+        # Steps of different kinds that read alike.
+        children = dict(enumerate(child for _, child in found))
     return children, lambda new: jax.tree.unflatten(structure, new.values())
-
-
-def other_variables(model: Any) -> dict[Any, Any]:
-    """The variables of Flax NNX in a model that do not train, by path: running means, random streams."""
-    nnx = sys.modules.get("flax.nnx")
-    if nnx is None:
-        return {}
-    return {path: node for path, node in nnx.iter_graph(model) if isinstance(node, nnx.Variable) and not trains(type(node))}
 
 
 def _key(entry: Any) -> Hashable:

@@ -1,13 +1,12 @@
 """How the types of a model's nodes are opened into children, and put together again.
 
-Containers are optree's business. Types that it does not know (JAX pytrees, dataclasses, subclasses of dict and list) are registered
+Containers are optree's business. Types that it does not know (PyTorch's modules, JAX pytrees, dataclasses, …) are registered
 with it, in a namespace of our own, when they are first met.
 """
 
 import copy
 import dataclasses
 import warnings
-import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -20,15 +19,17 @@ import optree
 
 from optimisers.backends.arrays import library_of
 from optimisers.errors import ModelError, OptimiserWarning
-from optimisers.model import jax_nodes
+from optimisers.model import jax_nodes, torch_nodes
 
-__all__ = ["NAMESPACE", "TRAINABLE", "open_types", "register", "sharing_nodes"]
+__all__ = ["NAMESPACE", "TRAINABLE", "open_types", "rebuilding", "register"]
 
 NAMESPACE = "optimisers"
 
 _LOCK = Lock()
 _CLOSED: set[type] = {type(None), bool, int, float, complex, str, bytes}
 """Types known to be leaves."""
+_WARNED: set[type] = set()
+"""Types that hold arrays out of reach. They may be registered yet."""
 _OPEN: set[type] = set()
 """Types registered here."""
 _REGISTERED: dict[type, tuple[Any, Any]] = {}
@@ -77,18 +78,15 @@ def register(
     if names is None and not callable(children) and dataclasses.is_dataclass(cls):
         names = tuple(field.name for field in dataclasses.fields(cls))
     look = children if callable(children) else _attributes(names)
-    if not _enter(cls, _rebuilding(look, rebuild) if rebuild else _copying(cls, look, _with_attributes)):
+    apart = _making(look, rebuild) if rebuild else _copying(look, _with_attributes)
+    if not _enter(cls, apart, None if trainable is None else frozenset(trainable)):
         raise ModelError(f"{cls.__name__} is registered already")
     _REGISTERED[cls] = (look, rebuild)
-    if trainable is not None:
-        TRAINABLE[cls] = frozenset(trainable)
     return cls
 
 
 _Children = Mapping[Hashable, Any]
 _Look = Callable[[Any], _Children]
-_Fill = Callable[[Any, _Children], Any]
-_Rebuild = Callable[[Any, _Children], Any]
 _Make = Callable[[_Children], Any]
 _Apart = Callable[[Any], tuple[_Children, _Make]]
 """From a node its children, and the function that makes such a node of others."""
@@ -97,14 +95,13 @@ _Apart = Callable[[Any], tuple[_Children, _Make]]
 class _Shell:
     """What of a node is not among its children. Any two with equal keys are equal: structure is a matter of type and keys.
 
-    Structures are remembered, so a shell must not keep the arrays of the node alive.
+    Structures are remembered, so a shell must not keep anything of the node alive.
     """
 
-    __slots__ = ("identity", "keys", "make")
+    __slots__ = ("identity", "keys")
 
-    def __init__(self, keys: tuple[Hashable, ...], make: _Make, identity: int) -> None:
+    def __init__(self, keys: tuple[Hashable, ...], identity: int) -> None:
         self.keys = keys
-        self.make = make
         self.identity = identity
 
     def __eq__(self, other: object) -> bool:
@@ -114,60 +111,75 @@ class _Shell:
         return hash(self.keys)
 
 
-_made: ContextVar[dict[int, tuple[tuple[Any, ...], Any]] | None] = ContextVar("made", default=None)
+class _Node:
+    """A node of a model that is being rebuilt, and what was last made of it."""
+
+    __slots__ = ("children", "made", "make", "node")
+
+    def __init__(self, node: Any, make: _Make) -> None:
+        self.node = node  # alive as long as its identity has to mean something
+        self.make = make
+        self.children: tuple[Any, ...] | None = None
+        self.made: Any = None
+
+
+_nodes: ContextVar[dict[int, _Node] | None] = ContextVar("nodes", default=None)
 
 
 @contextmanager
-def sharing_nodes() -> Iterator[None]:
-    """Inside, a node that stands at several places of a model is put together once, as long as it has the same children there."""
-    token = _made.set({})
+def rebuilding() -> Iterator[None]:
+    """Inside, a model can be opened and put together again with other leaves.
+
+    A node that stands at several places of it is made once, as long as it has the same children there.
+    """
+    token = _nodes.set({})
     try:
         yield
     finally:
-        _made.reset(token)
+        _nodes.reset(token)
 
 
-def _enter(cls: type, apart: _Apart) -> bool:
+def _enter(cls: type, apart: _Apart, trainable: frozenset[Hashable] | None = None) -> bool:
     """Register a type with optree; `False` when it is registered already."""
 
     def open_(node: Any) -> tuple[tuple[Any, ...], _Shell, tuple[Hashable, ...]]:
         children, make = apart(node)
+        nodes = _nodes.get()
+        if nodes is not None:
+            nodes.setdefault(id(node), _Node(node, make))
         keys = tuple(children)
-        return tuple(children.values()), _Shell(keys, make, id(node)), keys
+        return tuple(children.values()), _Shell(keys, id(node)), keys
 
     def close(shell: _Shell, children: Iterable[Any]) -> Any:
-        children, known = tuple(children), _made.get()
-        before, node = ((), None) if known is None else known.get(shell.identity, ((), None))
-        if type(node) is cls and len(before) == len(children) and all(map(is_, before, children)):
-            return node
-        node = shell.make(dict(zip(shell.keys, children, strict=True)))
-        if known is not None:
-            known[shell.identity] = (children, node)
-        return node
+        nodes, new = _nodes.get(), tuple(children)
+        assert nodes is not None
+        node = nodes[shell.identity]
+        if node.children is None or not all(map(is_, node.children, new)):
+            node.children, node.made = new, node.make(dict(zip(shell.keys, new, strict=True)))
+        return node.made
 
     with _LOCK:
         if cls in _OPEN:
             return False
+        if trainable is not None:
+            TRAINABLE[cls] = trainable
         try:
             optree.register_pytree_node(cls, open_, close, namespace=NAMESPACE)  # type: ignore[arg-type]
         except (ValueError, TypeError) as error:
+            TRAINABLE.pop(cls, None)
             raise ModelError(f"{cls.__name__} cannot be registered: {error}") from None
         _OPEN.add(cls)
         _CLOSED.discard(cls)
         return True
 
 
-def _copying(cls: type, look: _Look, fill: _Fill) -> _Apart:
+def _copying(look: _Look, fill: Callable[[Any, _Children], Any]) -> _Apart:
     """Nodes are made by putting children into a shallow copy of the old one."""
 
     def apart(node: Any) -> tuple[_Children, _Make]:
-        # An object with slots and nothing else: beside its children, its class is all there is.
-        old = _referred(node, otherwise=None)
-
         def make(children: _Children) -> Any:
-            node = old()
-            made = cls.__new__(cls) if node is None else copy.copy(node)  # type: ignore[call-overload]
-            for name in [name for name in getattr(made, "__dict__", ()) if isinstance(getattr(cls, name, None), cached_property)]:
+            made = copy.copy(node)
+            for name in [n for n in getattr(made, "__dict__", ()) if isinstance(getattr(type(node), n, None), cached_property)]:
                 del made.__dict__[name]  # it was worked out from the old children
             return fill(made, children)
 
@@ -176,26 +188,9 @@ def _copying(cls: type, look: _Look, fill: _Fill) -> _Apart:
     return apart
 
 
-def _rebuilding(look: _Look, rebuild: _Rebuild) -> _Apart:
+def _making(look: _Look, rebuild: Callable[[Any, _Children], Any]) -> _Apart:
     """Nodes are made by a function of the old one and the children."""
-
-    def apart(node: Any) -> tuple[_Children, _Make]:
-        old = _referred(node, otherwise=node)
-        return look(node), lambda children: rebuild(old(), children)
-
-    return apart
-
-
-def _as_tuple(node: Any) -> tuple[_Children, _Make]:
-    cls = type(node)
-    return dict(enumerate(node)), lambda children: cls(children.values())
-
-
-def _referred(node: Any, otherwise: Any) -> Callable[[], Any]:
-    try:
-        return weakref.ref(node)
-    except TypeError:
-        return lambda: otherwise
+    return lambda node: (look(node), lambda children: rebuild(node, children))
 
 
 def _attributes(names: tuple[str, ...] | None) -> _Look:
@@ -221,41 +216,51 @@ def open_types(leaves: list[Any]) -> bool:
     """Register the types among some leaves that are containers after all; returns whether there were any."""
     opened = False
     for kind in set(map(type, leaves)) - _CLOSED:
+        # Another thread may have opened it since.
         if kind in _OPEN:
+            opened = True
             continue
-        above = next((base for base in kind.__mro__[1:] if base in _REGISTERED), None)
-        if above is not None:
-            opened |= _enter_below(kind, above)
-        elif jax_nodes.is_node(next(leaf for leaf in leaves if type(leaf) is kind)):
-            if not jax_nodes.trains(kind):
-                TRAINABLE[kind] = frozenset()
-            opened |= _enter(kind, jax_nodes.apart)
-        elif dataclasses.is_dataclass(kind):
-            names = tuple(field.name for field in dataclasses.fields(kind))
-            opened |= _enter(kind, _copying(kind, _attributes(names), _with_attributes))
-        elif issubclass(kind, dict):
-            opened |= _enter(kind, _copying(kind, lambda node: {key: node[key] for key in _sorted(node)}, _with_items))
-        elif issubclass(kind, list):
-            opened |= _enter(kind, _copying(kind, lambda node: dict(enumerate(node)), _with_items))
-        elif issubclass(kind, tuple):
-            opened |= _enter(kind, _as_tuple)
-        else:
+        found = _apart_for(kind, next(leaf for leaf in leaves if type(leaf) is kind))
+        if found is not None:
+            _enter(kind, *found)
+            opened = True
+        elif not _hides_arrays(kind, leaves):
             _CLOSED.add(kind)
-            _warn_of_hidden_arrays(kind, leaves)
     return opened
 
 
-def _enter_below(kind: type, above: type) -> bool:
-    """Register a subclass of a registered type as that is; fields of its own train."""
+def _apart_for(kind: type, node: Any) -> tuple[_Apart, frozenset[Hashable] | None] | None:
+    """How nodes of a type are taken apart, and which of their children train; `None` when it is no container."""
+    above = next((base for base in kind.__mro__[1:] if base in _REGISTERED), None)
+    if above is not None:
+        return _below(kind, above)
+    if torch_nodes.is_module(kind):
+        return torch_nodes.apart, None
+    if jax_nodes.is_node(node):
+        return jax_nodes.apart, None if jax_nodes.trains(kind) else frozenset()
+    if dataclasses.is_dataclass(kind):
+        return _copying(_attributes(tuple(field.name for field in dataclasses.fields(kind))), _with_attributes), None
+    if issubclass(kind, dict):
+        return _copying(lambda node: {key: node[key] for key in _sorted(node)}, _with_items), None
+    if issubclass(kind, list):
+        return _copying(lambda node: dict(enumerate(node)), _with_items), None
+    if issubclass(kind, tuple):
+        return _making(lambda node: dict(enumerate(node)), lambda node, new: type(node)(new.values())), None
+    return None
+
+
+def _below(kind: type, above: type) -> tuple[_Apart, frozenset[Hashable] | None]:
+    """A subclass of a registered type is opened as that is; fields of its own train."""
     look, rebuild = _REGISTERED[above]
     if dataclasses.is_dataclass(kind):
         look = _attributes(tuple(field.name for field in dataclasses.fields(kind)))
-    if above in TRAINABLE:
+    trainable = TRAINABLE.get(above)
+    if trainable is not None:
         own = {field.name for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set()
         old = {field.name for field in dataclasses.fields(above)} if dataclasses.is_dataclass(above) else set()
-        TRAINABLE[kind] = TRAINABLE[above] | (own - old)
+        trainable |= own - old
     _REGISTERED[kind] = look, rebuild
-    return _enter(kind, _rebuilding(look, rebuild) if rebuild else _copying(kind, look, _with_attributes))
+    return _making(look, rebuild) if rebuild else _copying(look, _with_attributes), trainable
 
 
 def _sorted(keys: Iterable[Hashable]) -> list[Hashable]:
@@ -268,17 +273,17 @@ def _sorted(keys: Iterable[Hashable]) -> list[Hashable]:
     return list(keys)
 
 
-def _warn_of_hidden_arrays(kind: type, leaves: list[Any]) -> None:
+def _hides_arrays(kind: type, leaves: list[Any]) -> bool:
+    """Whether leaves of a type hold arrays that cannot be reached, and a warning that they do."""
     for leaf in leaves:
-        if (
-            type(leaf) is kind
-            and library_of(leaf) is None
-            and any(library_of(value) for value in getattr(leaf, "__dict__", {}).values())
-        ):
-            warnings.warn(
-                f"the model holds a {kind.__name__}, which holds arrays but cannot be opened, so they do not train; "
-                f"call optimisers.register({kind.__name__}) to open it",
-                OptimiserWarning,
-                stacklevel=5,
-            )
-            return
+        if type(leaf) is kind and library_of(leaf) is None and any(map(library_of, getattr(leaf, "__dict__", {}).values())):
+            if kind not in _WARNED:
+                _WARNED.add(kind)
+                warnings.warn(
+                    f"the model holds a {kind.__name__}, which holds arrays but cannot be opened, so they do not train; "
+                    f"call optimisers.register({kind.__name__}) to open it",
+                    OptimiserWarning,
+                    stacklevel=6,
+                )
+            return True
+    return False

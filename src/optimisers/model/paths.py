@@ -9,11 +9,20 @@ from typing import Self
 
 from optimisers.errors import PathError
 
-__all__ = ["Path", "Pattern"]
+__all__ = ["BOXED", "Path", "Pattern"]
 
 _INTEGER = re.compile(r"-?(0|[1-9][0-9]*)")
 _PLAIN = re.compile(r'[^\s."*?/\\\[\]]+')
 _ANY = "**"
+
+
+class _Boxed:
+    def __repr__(self) -> str:
+        return "BOXED"
+
+
+BOXED = _Boxed()
+"""The key of what is in a box around one thing. It is left out of paths."""
 
 
 class Path(tuple[Hashable, ...]):

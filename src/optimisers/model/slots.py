@@ -29,7 +29,7 @@ def check_rule(rule: Rule, parameter: Parameter) -> None:
 def fresh_slots(parameter: Parameter, program: Program) -> tuple[Any, ...]:
     """Fresh slots; `None` for one whose start hangs on the parameter's values."""
     dtypes = slot_dtypes(parameter, program)
-    backend = backend_for(parameter.library, program, (parameter.dtype, *dtypes))
+    backend = backend_for(parameter.library, program, (parameter.dtype, *dtypes), parameter.device)
     return tuple(
         [
             None
@@ -47,7 +47,7 @@ def with_started(slots: tuple[Any, ...], array: Any, parameter: Parameter, progr
     missing = [at for at in program.started if slots[at] is None]
     if not missing:
         return slots
-    check_parameter(parameter.path, parameter.shape, parameter.dtype, parameter.library, array)
+    check_parameter(parameter.path, parameter.shape, parameter.dtype, parameter.library, array, parameter.device)
     dtypes, made = slot_dtypes(parameter, program), list(slots)
     for at in missing:
         start = program.slots[at][1].start

@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 import optree
 
 from optimisers.errors import ModelError
-from optimisers.model.jax_nodes import BOXED
-from optimisers.model.nodes import NAMESPACE, TRAINABLE, open_types, sharing_nodes
-from optimisers.model.paths import Path
+from optimisers.model.nodes import NAMESPACE, TRAINABLE, open_types, rebuilding
+from optimisers.model.paths import BOXED, Path
 
 __all__ = ["Occurrence", "Structure", "flatten", "opened"]
 
@@ -54,7 +53,7 @@ class Structure:
     def rebuild(self, model: Any, leaves: Iterable[Any]) -> Any:
         """A model like this one, which has this structure, with other leaves."""
         # The very model tells the order of its dicts, and what its nodes hold beside their children.
-        with sharing_nodes():
+        with rebuilding():
             return optree.tree_unflatten(flatten(model)[1], leaves)
 
     @cached_property

@@ -152,6 +152,8 @@ class Rule:
     def __post_init__(self) -> None:
         for field in _fields(self):
             value = _plain(getattr(self, field.name))
+            if field.type is not int and (field.default is dataclasses.MISSING or _is_data(field.default)):
+                value = _floats(value)
             object.__setattr__(self, field.name, value)
             if not _fits(value, field):
                 raise HyperparameterError(f"{type(self).__name__}({field.name}={value!r}): {field.name} is {_kind(field)}")
@@ -383,12 +385,22 @@ def _at(value: Any, step: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Scalars of array libraries as Python numbers: they would promote float32 arrays to float64. A tracer stays."""
+    """Scalars of array libraries as Python numbers: they would promote arrays of narrower types. A tracer stays."""
     if isinstance(value, (tuple, list)):
         return tuple(_plain(part) for part in value)
     if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.shape == ()):
         return value.item()
+    if getattr(value, "weak_type", True) is False and value.shape == () and not is_traced(value):
+        # An array of JAX with a type of its own. As a number, in the digits of its type.
+        return type(value.item())(str(np.asarray(value)))
     return value
+
+
+def _floats(value: Any) -> Any:
+    """Whole numbers as floats: `lr=1` is as good as `lr=1.0`, and of the same type."""
+    if isinstance(value, tuple):
+        return tuple(_floats(part) for part in value)
+    return float(value) if type(value) is int else value
 
 
 def _show(value: Any) -> str:
