@@ -86,6 +86,7 @@ BACKENDS = (
     Backend("blocks", DTYPES, np.array, np.asarray, op.reference_only),
     Backend("strict", ("float32", "float64", "complex64", "complex128"), _to_strict, np.asarray),
     Backend("torch", DTYPES, _to_torch, _from_torch),
+    Backend("lists", ("float32", "float64", "complex64", "complex128"), _to_torch, _from_torch, op.reference_only),
     Backend("jax", ("bfloat16", "float32", "float64", "complex64"), _to_jax, np.asarray),
 )
 NUMPY_BACKENDS = BACKENDS[:2]

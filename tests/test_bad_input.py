@@ -59,7 +59,7 @@ GRADIENTS: dict[str, tuple[Callable[[Backend], Any], type[OptimiserError], str]]
     "a list": (lambda b: [[1.0] * 3] * 2, GradientError, r"z\.w"),
     "a function": (lambda b: len, GradientError, r"z\.w: the gradient is a builtin_function_or_method"),
     "another library": (
-        lambda b: np.ones((2, 3)) if b.name in ("strict", "torch") else __import__("torch").ones(2, 3),
+        lambda b: np.ones((2, 3)) if b.name in ("strict", "torch", "lists") else __import__("torch").ones(2, 3),
         GradientError,
         r"z\.w: the gradient is a \w+ array, the parameter a \w+ array; convert it",
     ),

@@ -4,6 +4,7 @@ import copy
 import pickle
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -167,6 +168,43 @@ def test_scan_takes_steps() -> None:
     for k in range(4):
         other, eager = op.update(other, eager, _grads(k))
     np.testing.assert_allclose(model["w"], eager["w"], rtol=1e-5)
+
+
+def test_an_ensemble_is_trained_with_trees_of_axes_and_by_equinox() -> None:
+    many = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf * 2]), _model())
+    make = lambda model: op.setup(op.AdamW(0.1), model)  # noqa: E731
+    axes = jax.tree.map(lambda _: 0, make(_model()))
+    state = jax.vmap(make, out_axes=axes)(many)
+    _, new = jax.vmap(op.update, in_axes=(axes, 0, 0))(state, many, many)
+    _, other = eqx.filter_vmap(op.update)(eqx.filter_vmap(make)(many), many, many)
+    for name, array in new.items():
+        np.testing.assert_allclose(other[name], array, rtol=1e-6)
+    with pytest.raises(op.errors.HyperparameterError, match="the numbers of an ensemble; adjust them where they are numbers"):
+        state.adjust(lr=0.1)
+    swept = jax.vmap(lambda state, lr: state.adjust(lr=lr))(state, jnp.asarray([0.0, 0.1]))
+    _, new = jax.vmap(op.update)(swept, many, many)
+    assert [bool((new["w"][at] == many["w"][at]).all()) for at in (0, 1)] == [True, False]
+
+
+@pytest.mark.parametrize("first", [op.AccumGrad(1), op.ClipGlobalNorm(100.0)], ids=repr)
+def test_noise_and_arithmetic_are_the_same_whatever_came_before(first: op.Rule) -> None:
+    model = _model()
+    state = op.setup(op.Chain(first, op.AddNoise(0.1), op.Descent(0.1)), model)
+    with jax.enable_x64(False):
+        _, narrow = op.update(state, model, _grads(0))
+    for step in (op.update, jax.jit(op.update)):
+        _, new = step(state, model, _grads(0))
+        for name, array in narrow.items():
+            np.testing.assert_allclose(new[name], array, rtol=1e-5, atol=1e-6)
+
+
+def test_numpy_arrays_that_jit_has_converted_are_an_error_that_says_so() -> None:
+    model = {"w": np.ones(3, np.float32)}
+    with pytest.raises(op.errors.ModelError, match=r"w: the state was made for a NumPy array, and jax\.jit makes one of JAX of it"):
+        jax.jit(lambda model: op.update(op.setup(op.Adam(), {"w": np.ones(3, np.float32)}), model, model))(model)
+    mixed = {"n": np.ones(3), "j": jnp.ones(3)}
+    with pytest.raises(op.errors.GradientError, match='"j" is an array of jax, "n" one of numpy'):
+        op.value_and_grad(sum, op.setup(op.Adam(), mixed))
 
 
 def test_steps_can_be_checkpointed_and_differentiated_through() -> None:

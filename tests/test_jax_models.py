@@ -259,6 +259,33 @@ def test_variables_that_a_loss_makes_are_kept() -> None:
     np.testing.assert_allclose(seen, model(X), rtol=1e-6)
 
 
+def test_what_a_loss_writes_into_its_other_arguments_is_kept() -> None:
+    model, drop, stream = nnx.Linear(3, 1, rngs=nnx.Rngs(0)), nnx.Dropout(0.5), nnx.Rngs(1)
+    grad = op.grad(lambda model, rngs: (drop(model(X), rngs=rngs) ** 2).mean(), op.setup(op.Adam(), model))
+    first, second = grad(model, stream), grad(model, rngs=stream)
+    assert int(stream.default.count[...]) == 2
+    assert (first["kernel"] != second["kernel"]).any()
+
+
+def test_of_a_module_of_nnx_only_its_params_train() -> None:
+    class Scaled(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.layer = nnx.Linear(3, 3, rngs=rngs)
+            self.scale = jnp.full(3, 2.0)
+            self.mean = nnx.BatchStat(jnp.ones(3))
+            self.constant = nnx.data([np.ones(3, np.float32)])
+
+        def __call__(self, x: Any) -> Any:
+            return self.layer(x) * self.scale + self.constant[0]
+
+    model = Scaled(nnx.Rngs(0))
+    state = op.setup(op.AdamW(0.1), model)
+    assert [str(path) for path in state] == ["layer.bias", "layer.kernel"]
+    _, after = op.update(state, model, op.grad(lambda model: (model(X) ** 2).mean(), state)(model))
+    assert (after.scale == 2).all()
+    assert (after.mean[...] == 1).all()
+
+
 def test_freezing_by_type_reaches_modules_of_jax() -> None:
     model = _net()[0]
     assert len([leaf for leaf in op.setup(op.Adam(), model).freeze(eqx.nn.Linear).leaves() if leaf.frozen]) == 4

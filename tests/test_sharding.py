@@ -157,6 +157,24 @@ def test_gradients_are_averaged_over_devices_that_hold_a_part_of_the_batch(mesh:
     assert int(state.step) == 3
 
 
+def test_a_state_is_made_and_scanned_inside_shard_map(mesh: Any) -> None:
+    rule = op.Chain(op.SkipNonFinite(), op.Adam(0.1))
+
+    def train(model: Any) -> Any:
+        def body(carry: Any, _: Any) -> Any:
+            return op.update(carry[0], carry[1], carry[1]), None
+
+        return jax.lax.scan(body, (op.setup(rule, model), model), length=3)[0][1]
+
+    model = {"w": jnp.ones((8, 3)), "b": jnp.ones(8)}
+    parts: Any = {"mesh": mesh, "in_specs": P("data"), "out_specs": P("data")}
+    trained = jax.jit(jax.shard_map(train, **parts, check_vma=False))(_spread(model, mesh))
+    varying = jax.jit(jax.shard_map(lambda m: op.update(op.setup(op.Adam(0.1), m), m, m)[1], **parts))
+    once = varying(_spread(model, mesh))
+    _assert_close(trained, train(model))
+    _assert_close(once, op.update(op.setup(op.Adam(0.1), model), model, model)[1])
+
+
 def test_a_sharded_model_gets_sharded_gradients(mesh: Any) -> None:
     def loss(model: Any) -> Any:
         return (jnp.sum(model["block"] ** 2) + jnp.sum(model["bias"] ** 2)) * 0.5

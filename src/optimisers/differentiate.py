@@ -1,12 +1,12 @@
 """Gradients of a loss with respect to the live parameters of a model, by JAX or PyTorch."""
 
 from collections.abc import Callable
-from functools import reduce
 from typing import Any
 
 from optimisers.errors import GradientError
 from optimisers.gradients import partition
-from optimisers.model.jax_nodes import is_variable, trains
+from optimisers.model.jax_nodes import is_variable
+from optimisers.model.layout import Parameter
 from optimisers.state import State, check_state
 
 __all__ = ["grad", "value_and_grad"]
@@ -46,20 +46,25 @@ def value_and_grad(loss: Callable[..., Any], state: State, *, has_aux: bool = Fa
     libraries = sorted({record.library for record in live})
     engine = {"jax": _by_jax, "torch": _by_torch}.get(libraries[0]) if len(libraries) == 1 else None
     if engine is None:
-        found = " and ".join(libraries) or "no"
         raise GradientError(
-            f"value_and_grad differentiates models of JAX or of PyTorch, and this one has {found} parameters that are live; "
-            "take partition(state, model), and the gradient with respect to its parameters from a package that knows them"
+            f"value_and_grad differentiates models of JAX or of PyTorch, and this one has {' and '.join(libraries) or 'no'} "
+            f"parameters that are live; {_remedy(live, libraries)}"
         )
-
     if any(is_variable(owner) for record in live for owner in record.owners[-1:]):
-        engine = _by_nnx
+        return _by_nnx(loss, state, has_aux)
 
     def call(model: Any, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         params, rebuild = partition(state, model)
-        return engine(model, params, rebuild, lambda model: loss(model, *args, **kwargs), has_aux)
+        return engine(lambda params: loss(rebuild(params), *args, **kwargs), params, has_aux)
 
     return call
+
+
+def _remedy(live: list[Parameter], libraries: list[str]) -> str:
+    if len(libraries) < 2:
+        return "take partition(state, model), and the gradient with respect to its parameters from a package that knows them"
+    first, second = (next(record.path for record in live if record.library == each) for each in libraries[:2])
+    return f'"{first}" is an array of {libraries[0]}, "{second}" one of {libraries[1]}: convert or freeze one kind'
 
 
 def grad(loss: Callable[..., Any], state: State, *, has_aux: bool = False) -> Callable[..., Any]:
@@ -81,51 +86,42 @@ def grad(loss: Callable[..., Any], state: State, *, has_aux: bool = False) -> Ca
     return call
 
 
-_Loss = Callable[[Any], Any]
-
-
-def _by_jax(model: Any, params: dict[str, Any], rebuild: _Loss, loss: _Loss, has_aux: bool) -> tuple[Any, dict[str, Any]]:
+def _by_jax(loss: Callable[..., Any], params: dict[str, Any], has_aux: bool) -> tuple[Any, dict[str, Any]]:
     import jax
 
-    value, gradients = jax.value_and_grad(lambda params: loss(rebuild(params)), has_aux=has_aux)(params)
-    return value, {name: array.conj() if jax.numpy.iscomplexobj(array) else array for name, array in gradients.items()}
+    value, gradients = jax.value_and_grad(loss, has_aux=has_aux)(params)
+    return value, _uphill(gradients)
 
 
-def _by_nnx(model: Any, params: dict[str, Any], rebuild: _Loss, loss: _Loss, has_aux: bool) -> tuple[Any, dict[str, Any]]:
-    """What the loss writes into other variables of its copy of the model has to leave the trace with it."""
-    variables, kinds = _other_variables(model), dict[Any, type]()
-
-    def with_variables(copy: Any) -> tuple[Any, Any]:
-        found = loss(copy)
-        value, aux = found if has_aux else (found, None)
-        after = _other_variables(copy)
-        kinds.update({path: type(variable) for path, variable in after.items()})
-        now = {path: variable.get_value() for path, variable in after.items()}
-        return value, (aux, {p: new for p, new in now.items() if p not in variables or new is not variables[p].get_value()})
-
-    (value, (aux, written)), gradients = _by_jax(model, params, rebuild, with_variables, has_aux=True)
-    for path, new in written.items():
-        if path in variables:
-            variables[path].set_value(new)
-        else:
-            owner = reduce(lambda node, key: node[key] if isinstance(key, int) else getattr(node, key), path[:-1], model)
-            setattr(owner, path[-1], kinds[path](new))
-    return (value, aux) if has_aux else value, gradients
+def _uphill(gradients: dict[str, Any]) -> dict[str, Any]:
+    """The gradients of complex parameters as they point uphill."""
+    return {name: array.conj() if array.dtype.kind == "c" else array for name, array in gradients.items()}
 
 
-def _other_variables(model: Any) -> dict[Any, Any]:
-    """The variables in a model that do not train, by path: running means, random streams."""
+def _by_nnx(loss: Callable[..., Any], state: State, has_aux: bool) -> Callable[..., tuple[Any, dict[str, Any]]]:
+    """With Flax's own transformation, which brings back what the loss writes into the model and its other arguments."""
     from flax import nnx
 
-    return {path: node for path, node in nnx.iter_graph(model) if is_variable(type(node)) and not trains(type(node))}
+    def of_params(params: dict[str, Any], model: Any, args: Any, kwargs: Any) -> Any:
+        # A graph is differentiated in place: the parameters go into the variables of the model that the trace has.
+        _, rebuild = partition(state, model)
+        nnx.update(model, nnx.state(rebuild(params), nnx.Param))
+        return loss(model, *args, **kwargs)
+
+    def call(model: Any, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        params, _ = partition(state, model)
+        value, gradients = nnx.value_and_grad(of_params, has_aux=has_aux)(params, model, args, kwargs)
+        return value, _uphill(gradients)
+
+    return call
 
 
-def _by_torch(model: Any, params: dict[str, Any], rebuild: _Loss, loss: _Loss, has_aux: bool) -> tuple[Any, dict[str, Any]]:
+def _by_torch(loss: Callable[..., Any], params: dict[str, Any], has_aux: bool) -> tuple[Any, dict[str, Any]]:
     import torch
 
     with torch.enable_grad():
         leaves = {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
-        found = loss(rebuild(leaves))
+        found = loss(leaves)
         value = found[0] if has_aux else found
         if value.grad_fn is None:
             raise GradientError("the loss does not depend on any live parameter of the model that it was given")

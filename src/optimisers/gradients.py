@@ -34,10 +34,13 @@ def gather(grads: Any, layout: Layout, model: Opened | None = None) -> list[Any]
     **Raises** `GradientError` for gradients that do not belong to the model, `ShapeError` and `DtypeError` for those
     that do not fit.
     """
-    if grads is None:
-        raise GradientError("update needs gradients: a tree like the model, or a mapping from paths to arrays")
     parameters = layout.parameters
-    leaves = None if model is None else model.structure.leaves_of(grads)
+    if grads is not None:
+        leaves = None if model is None else model.structure.leaves_of(grads)
+    elif model is not None and "torch" in layout.libraries:
+        leaves = list(map(_left_behind, model.leaves))
+    else:
+        raise GradientError("update needs gradients: a tree like the model, or a mapping from paths to arrays")
     if model is not None and leaves is not None:
         gathered = list(model.pick(leaves))
         aliases = [(at, model.structure.paths[place], view, leaves[place]) for at, place, view in model.aliases]
@@ -56,6 +59,11 @@ def gather(grads: Any, layout: Layout, model: Opened | None = None) -> list[Any]
     for at in _silent(layout):
         gathered[at] = None
     return gathered
+
+
+def _left_behind(leaf: Any) -> Any:
+    """What `backward` has left in the `grad` of a tensor of PyTorch that asks for it."""
+    return leaf.grad if library_of(leaf) == "torch" and leaf.requires_grad and leaf.is_leaf else None
 
 
 def _silent(layout: Layout) -> list[int]:

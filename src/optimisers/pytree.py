@@ -32,8 +32,10 @@ def _flatten(state: Any) -> tuple[list[Any], Any]:
     )
     kept = [value.value if isinstance(value, Foreign) else value for *_, value in memory if not isinstance(value, bool)]
     # The type of a plain number is weak; what rules keep comes out of a step with a type of its own, and so has to go in.
-    plain = [_array(value, state) for value in (*state.counters, state.step, *parts.numbers)]
-    return [*slots, *plain, *(_array(value, state, dtype=type(value)) for value in kept)], static
+    plain = [*state.counters, state.step, *parts.numbers]
+    if not state.from_leaves:
+        plain, kept = [_array(value, state) for value in plain], [_array(value, state, dtype=type(value)) for value in kept]
+    return [*slots, *plain, *kept], static
 
 
 def _array(value: Any, state: Any, **options: Any) -> Any:
@@ -76,7 +78,9 @@ def _unflatten(cls: type, static: Any, leaves: Iterable[Any]) -> Any:
     for name, key, value in memory:
         new = next(left) if value is None else value
         kept.setdefault(name, {})[key] = Foreign(new) if value is None and isinstance(new, bool) else new
-    return cls(layout, rules, counts, step, slots, kept, detached)
+    state = cls(layout, rules, counts, step, slots, kept, detached)
+    state.from_leaves = True
+    return state
 
 
 def _jax() -> Any:

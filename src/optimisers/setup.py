@@ -9,6 +9,7 @@ from optimisers.backends.arrays import itemsize_of, library_of, trainable_dtype
 from optimisers.errors import DtypeError, HyperparameterError, OptimiserWarning, PathError
 from optimisers.model.reading import parameters_of
 from optimisers.model.select import Selectable, matching
+from optimisers.model.torch_nodes import is_idle
 from optimisers.model.trees import opened
 from optimisers.rules.base import Rule
 from optimisers.state import State, new_state
@@ -74,14 +75,14 @@ def setup(
         record._replace(group=group, frozen=at in sleeping, state_dtype=wish)
         for at, (record, group) in enumerate(zip(records, groups, strict=True))
     ]
-    state = new_state(records, rules, excluded)
+    arrays = {record.path: array for record, array in found}
+    state = new_state(records, rules, excluded, {at for at, record in enumerate(records) if is_idle(arrays[record.path])})
     for tie in ties:
         if isinstance(tie, str) or len(tie) not in (2, 3):
             raise PathError(f"a tie is (alias, path) or (alias, path, view), not {tie!r}")
         state = state.tie(tie[0], tie[1], view=tie[2] if len(tie) == 3 else None)
     if any(program.started for program in state.layout.programs):
-        arrays = {record.path: array for record, array in found}
-        state = state.with_started([arrays[path] for path in state], range(len(state)))
+        state = state.with_started([arrays[path] for path in state], [at for at, own in enumerate(state.slots) if own is not None])
     return state
 
 

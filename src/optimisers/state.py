@@ -1,6 +1,6 @@
 """The state of a model's training: for every parameter its rule, slots, step count and frozen flag, named by path."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
 from types import MappingProxyType
 from typing import Any
@@ -51,7 +51,19 @@ class State:
         True
     """
 
-    __slots__ = ("__weakref__", "_rules", "addresses", "counters", "detached", "layout", "memory", "slots", "spent", "step")
+    __slots__ = (
+        "__weakref__",
+        "_rules",
+        "addresses",
+        "counters",
+        "detached",
+        "from_leaves",
+        "layout",
+        "memory",
+        "slots",
+        "spent",
+        "step",
+    )
 
     def __init__(
         self,
@@ -74,6 +86,8 @@ class State:
         self.detached = detached
         # Whether update_ has written into the slots, so that they no longer go with the counts.
         self.spent = False
+        # Whether JAX put it together of leaves, which then come out as they are.
+        self.from_leaves = False
         # What backends keep about these very slot arrays; it goes on to the next state as long as the arrays do.
         self.addresses = {} if addresses is None else addresses
         if "jax" in layout.libraries:
@@ -446,17 +460,17 @@ class State:
         return fresh_slots(parameter, program)
 
     def with_started(self, arrays: Sequence[Any], chosen: Iterable[int]) -> "State":
-        """A state in which slots that start as a function of their parameter are there. Itself when none was missing.
+        """A state in which the slots of some parameters are there. Itself when none was missing.
 
         **Arguments:** `arrays`: of all parameters; `chosen`: the parameters to look at.
         """
         made = {}
         for at in chosen:
             parameter, slots = self.layout.parameters[at], self.slots[at]
-            if slots is not None:
-                new = with_started(slots, arrays[at], parameter, self.layout.programs[parameter.group])
-                if new is not slots:
-                    made[at] = new
+            program = self.layout.programs[parameter.group]
+            new = with_started(self._fresh(parameter, program) if slots is None else slots, arrays[at], parameter, program)
+            if new is not slots:
+                made[at] = new
         return self.evolved(slots=tuple([made.get(at, slots) for at, slots in enumerate(self.slots)])) if made else self
 
     def evolved(self, **attributes: Any) -> "State":
@@ -577,15 +591,20 @@ def check_state(value: Any, caller: str) -> None:
         )
 
 
-def new_state(parameters: Sequence[Parameter], rules: Sequence[Rule], excluded: frozenset[Path] = frozenset()) -> State:
-    """The state of parameters that have not trained yet; frozen ones get no slots.
+def new_state(
+    parameters: Sequence[Parameter], rules: Sequence[Rule], excluded: frozenset[Path] = frozenset(), idle: Collection[int] = ()
+) -> State:
+    """The state of parameters that have not trained yet; frozen ones get no slots, idle ones not before their first gradient.
 
     **Raises** `StateError` when a rule cannot train its parameter.
     """
     for parameter in parameters:
         check_rule(rules[parameter.group], parameter)
     programs = [program_of(rule) for rule in rules]
-    slots = [None if parameter.frozen else fresh_slots(parameter, programs[parameter.group]) for parameter in parameters]
+    slots = [
+        None if parameter.frozen or at in idle else fresh_slots(parameter, programs[parameter.group])
+        for at, parameter in enumerate(parameters)
+    ]
     layout = Layout(tuple(parameters), tuple(programs), excluded)
     return State(layout, tuple(rules), (0,), 0, tuple(slots), {})._next(parameters, slots)
 

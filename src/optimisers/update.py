@@ -80,7 +80,8 @@ def _step(state: State, model: Any, grads: Any, *, in_place: bool) -> tuple[Stat
     for at in plan.waiting:
         record = state.parameters[at]
         check_parameter(record.path, record.shape, record.dtype, record.library, arrays[at], record.device)
-    given, state = state, state.with_started(arrays, plan.starting)
+    missing = [at for part in plan.parts for at in part.members if state.slots[at] is None]
+    given, state = state, state.with_started(arrays, [*plan.starting, *missing])
     jobs = [Job(part, state, arrays, gradients, in_place) for part in plan.parts]
     for job in jobs:
         job.part.backend.prepare(job.batch)

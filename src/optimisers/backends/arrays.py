@@ -57,7 +57,8 @@ def namespace_of(array: Any) -> Any:
 def device_of(array: Any, library: str) -> Any:
     """Where fresh arrays have to be made to lie beside this one; `None` where that is settled at their first use.
 
-    For JAX, how an array is spread over several devices, or over the mesh of a trace that knows it.
+    For JAX, how an array is spread over several devices, or over the mesh of a trace that knows it; inside `shard_map`, the axes
+    of the mesh that it varies over.
     """
     if library == "numpy":
         return None
@@ -67,8 +68,11 @@ def device_of(array: Any, library: str) -> Any:
 
     if not is_traced(array):
         return array.sharding if len(array.sharding.device_set) > 1 else None
-    sharding = jax.typeof(array).sharding
-    return sharding if any(axes is not None for axes in sharding.spec) else None
+    kind = jax.typeof(array)
+    varying = getattr(kind, "vma", None)
+    if varying:
+        return varying
+    return kind.sharding if any(axes is not None for axes in kind.sharding.spec) else None
 
 
 def dtype_name(array: Any) -> str:

@@ -9,6 +9,7 @@ import numpy as np
 
 from optimisers.backends.arrays import device_of, dtype_name, library_of, trainable_dtype
 from optimisers.errors import DtypeError, GradientError, HyperparameterError, ModelError, ShapeError
+from optimisers.rules.base import is_traced
 from optimisers.rules.program import Program
 
 __all__ = ["Backend", "Batch", "Runs", "check", "check_gradient", "check_parameter", "columns_of", "mask_of"]
@@ -131,6 +132,11 @@ def check_parameter(path: Any, shape: tuple[int, ...], dtype: str, library: str,
     found = library_of(param)
     if found is None:
         raise ModelError(f"{_at(path)}: the state has a parameter here, but the model holds {_kind(param)}; {remedy}")
+    if found != library and library == "numpy" and is_traced(param):
+        raise ModelError(
+            f"{_at(path)}: the state was made for a NumPy array, and jax.jit makes one of JAX of it; make the model of JAX arrays "
+            "before setup: jax.tree.map(jnp.asarray, model)"
+        )
     if found != library:
         raise ModelError(f"{_at(path)}: the state was made for a {library} array, but the model holds a {found} array; {remedy}")
     if tuple(param.shape) != shape:

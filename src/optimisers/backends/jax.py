@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from optimisers.backends import array_api
+from optimisers.backends.arrays import compute_dtype, real_dtype
 from optimisers.backends.base import Batch, check
 from optimisers.backends.namespace import NAMESPACES, Namespace, namespace
 
@@ -60,6 +61,8 @@ NAMESPACES["jax.numpy"] = _Namespace
 
 def zeros(shape: tuple[int, ...], dtype: str, library: str, device: Any) -> Any:
     """A fresh slot, spread over devices as its parameter is; one of a shape that cannot be is on all of them."""
+    if isinstance(device, frozenset):
+        return jax.lax.pcast(jnp.zeros(shape, dtype), tuple(device), to="varying")
     return jnp.zeros(shape, dtype, device=device if device is None else _fitting(device, shape))
 
 
@@ -131,6 +134,7 @@ def _of_one(function: Callable[..., Any]) -> Callable[..., Any]:
     @partial(jax.jit, static_argnums=(0, 1, 2))
     def compiled(form: Any, member: int, options: Any, param: Any, grad: Any, slots: Any, scalars: Any, outcomes: Any) -> Any:
         program, dtype, slot_dtypes, rows = form
+        real = real_dtype(compute_dtype(dtype))
         batch = Batch(
             program=program,
             paths=("",),
@@ -146,7 +150,7 @@ def _of_one(function: Callable[..., Any]) -> Callable[..., Any]:
             in_place=False,
             plan={},
             addresses={},
-            scalars=[{name: [value] for name, value in each.items()} for each in scalars],
+            scalars=[{name: [_in_dtype(value, real)] for name, value in each.items()} for each in scalars],
             row=(0,),
             outcomes={at: [outcome] for at, outcome in outcomes.items()},
         )
@@ -163,6 +167,11 @@ def _of_one(function: Callable[..., Any]) -> Callable[..., Any]:
         return compiled(form, member, options, batch.params[at], batch.grads[at], batch.slots[at], scalars, outcomes)
 
     return call
+
+
+def _in_dtype(value: Any, dtype: str) -> Any:
+    """A scalar in the dtype of the arithmetic: a wider one would widen the arrays that it meets."""
+    return value.astype(dtype) if jnp.issubdtype(value.dtype, jnp.floating) else value
 
 
 @_of_one

@@ -70,18 +70,12 @@ def _operand(value: Any) -> Any:
     return value.tensors if isinstance(value, Many) else value.tolist() if isinstance(value, np.ndarray) else value
 
 
-def _parts(value: Any, like: Many) -> Sequence[Any]:
+def _parts(value: Any, like: Many, dtype: torch.dtype | None = None) -> Sequence[Any]:
     """What each tensor meets of an operand, as a tensor."""
-    parts = _operand(value)
-    parts = parts if isinstance(parts, (list, tuple)) else [parts] * len(like.tensors)
-    return [
-        part if isinstance(part, torch.Tensor) else torch.tensor(part, dtype=_dtype(part, x), device=x.device)
-        for part, x in zip(parts, like.tensors, strict=True)
-    ]
-
-
-def _dtype(value: Any, like: Any) -> Any:
-    return torch.bool if isinstance(value, bool) else like.dtype
+    if isinstance(value, Many):
+        return value.tensors
+    parts = value.tolist() if isinstance(value, np.ndarray) else [value] * len(like.tensors)
+    return [torch.tensor(part, dtype=dtype or x.dtype, device=x.device) for part, x in zip(parts, like.tensors, strict=True)]
 
 
 class Lists(Namespace):
@@ -112,11 +106,11 @@ class Lists(Namespace):
         like = next((each for each in (condition, x, y) if isinstance(each, Many)), None)
         if like is None:
             return np.where(condition, x, y)
-        typed = next((each for each in (x, y) if isinstance(each, Many)), like)
-        parts = [_operand(condition), _parts(x, typed), _parts(y, typed)]
-        if not isinstance(parts[0], (list, tuple)):
-            return x if parts[0] else y
-        return Many([torch.where(torch.as_tensor(c), a, b) for c, a, b in zip(*parts, strict=True)])
+        if not isinstance(condition, (Many, np.ndarray)):
+            return x if condition else y
+        typed = next((each.dtype for each in (x, y) if isinstance(each, Many)), self._single._dtype)
+        parts = [_parts(condition, like, torch.bool), _parts(x, like, typed), _parts(y, like, typed)]
+        return Many([torch.where(*each) for each in zip(*parts, strict=True)])
 
     def minimum(self, x: Any, y: Any) -> Any:
         """The smaller of two."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from optimisers.model.paths import BOXED
 
-__all__ = ["apart", "is_node", "is_variable", "trains"]
+__all__ = ["apart", "is_nnx_module", "is_node", "is_variable", "trains"]
 
 
 def is_node(value: Any) -> bool:
@@ -28,6 +28,12 @@ def is_variable(kind: type) -> bool:
 def trains(kind: type) -> bool:
     """Whether what is below nodes of a type trains."""
     return not is_variable(kind) or issubclass(kind, sys.modules["flax.nnx"].Param)
+
+
+def is_nnx_module(kind: type) -> bool:
+    """Whether a type is a module of Flax NNX."""
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and issubclass(kind, nnx.Pytree)
 
 
 def apart(node: Any) -> tuple[Mapping[Hashable, Any], Callable[[Mapping[Hashable, Any]], Any]]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from optimisers.model.paths import BOXED
 
-__all__ = ["apart", "is_module"]
+__all__ = ["apart", "is_idle", "is_module"]
 
 _SHELLS = {"OptimizedModule": "_orig_mod", "DistributedDataParallel": "module", "DataParallel": "module"}
 
@@ -19,6 +19,12 @@ def is_module(kind: type) -> bool:
     """Whether PyTorch is loaded and a type is one of its modules."""
     torch = sys.modules.get("torch")
     return torch is not None and issubclass(kind, torch.nn.Module)
+
+
+def is_idle(array: Any) -> bool:
+    """Whether an array is a parameter of a module that asks for no gradient as yet."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(array, torch.nn.Parameter) and not array.requires_grad
 
 
 def apart(module: Any) -> tuple[Mapping[Hashable, Any], Callable[[Mapping[Hashable, Any]], Any]]:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import optree
 
 from optimisers.errors import ModelError
+from optimisers.model.jax_nodes import is_nnx_module, is_variable
 from optimisers.model.nodes import NAMESPACE, TRAINABLE, open_types, rebuilding
 from optimisers.model.paths import BOXED, Path
 
@@ -86,17 +87,19 @@ class Structure:
 
     def _places(self) -> Iterator[tuple[tuple[type, ...], bool]]:
         """For each leaf the types that enclose it, and whether they let it train. Leaves of one node share a tuple."""
-        stack: list[tuple[optree.PyTreeSpec, tuple[type, ...], bool]] = [(self.spec, (), True)]
+        stack: list[tuple[optree.PyTreeSpec, tuple[type, ...], bool, bool]] = [(self.spec, (), True, True)]
         while stack:
-            spec, owners, trains = stack.pop()
+            spec, owners, trains, bare = stack.pop()
             kind = spec.type
             if kind is None:
-                yield owners, trains
+                yield owners, trains and bare
                 continue
+            # In a module of Flax NNX an array trains in a variable alone.
+            bare = is_variable(kind) or (bare and not is_nnx_module(kind))
             below, chosen = (*owners, kind), TRAINABLE.get(kind)
             keys = spec.entries() if chosen is not None else ()
             for at, child in reversed(list(enumerate(spec.children()))):
-                stack.append((child, below, trains and (chosen is None or keys[at] in chosen)))
+                stack.append((child, below, trains and (chosen is None or keys[at] in chosen), bare))
 
 
 def _key(entry: Any) -> Hashable:

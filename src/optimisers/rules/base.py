@@ -229,6 +229,11 @@ class Rule:
         for name in changes:
             if name not in mine:
                 raise HyperparameterError(f'{type(self).__name__} has no hyperparameter "{name}"{suggest(name, mine)}')
+        if any(getattr(part, "ndim", 0) for value in mine.values() for part in _parts(value)):
+            raise HyperparameterError(
+                f"{type(self).__name__}: these are the numbers of an ensemble; adjust them where they are numbers: "
+                "jax.vmap(lambda state: state.adjust(…))(state)"
+            )
         changed = dataclasses.replace(self, **changes)  # type: ignore[type-var]
         for name, value in changes.items():
             if static(mine[name]) != static(_plain(value)) or (name in self.options and mine[name] != value):
