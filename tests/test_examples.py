@@ -1,4 +1,4 @@
-"""The examples that fine-tune models of Equinox and Flax NNX do what they show."""
+"""The examples do what they show."""
 
 import io
 import runpy
@@ -39,6 +39,17 @@ def test_an_example_of_fine_tuning_does_what_it_shows(name: str) -> None:
     _what_is_frozen_does_not_move_in_any_bit(phases)
     _what_was_thawed_late_has_taken_fewer_steps(phases)
     _the_tied_head_is_one_parameter_until_it_is_untied(phases)
+
+
+def test_the_example_of_sharding_does_what_it_shows(tmp_path: Path) -> None:
+    main = runpy.run_path(str(EXAMPLES / "sharded.py"))["main"]
+    with redirect_stdout(io.StringIO()) as printed:
+        found = main(["--steps", "20", "--directory", str(tmp_path)])
+    assert found["losses"][-1] < 0.5 * found["losses"][0]
+    assert "8 devices" in printed.getvalue()
+    assert (int(found["state"]["layers.0.weight"].step), int(found["state"]["head"].step)) == (10, 20)
+    assert len(found["state"]["head"].slots["mu"].sharding.device_set) == 8
+    assert (tmp_path / "halfway").is_dir()
 
 
 def _bits(phase: Any, path: str) -> bytes:

@@ -139,10 +139,23 @@ def test_one_array_at_two_places_stays_one() -> None:
     step = jax.jit(op.update, donate_argnums=(0, 1))
     state, model = jax.jit(op.update)(state, model, {"embed": w, "head": None})
     for _ in range(100):
-        state, model = step(state, jax.tree.map(jnp.copy, model), {"embed": w * 0.5, "head": w * 0.25})
+        state, model = step(state, model, {"embed": w * 0.5, "head": w * 0.25})
         assert (model["embed"] == model["head"]).all()
     assert len(state) == 1
     assert int(leaf(state, "head").step) == 101
+
+
+def test_a_frozen_parameter_moves_no_bytes_when_it_is_donated() -> None:
+    def moved(state: op.State, model: Any) -> float:
+        step = jax.jit(lambda *args: op.update(*args), donate_argnums=(0, 1))
+        cost = step.lower(state, model, model).compile().cost_analysis()
+        assert cost is not None
+        return cost["bytes accessed"]
+
+    small, both = {"small": jnp.ones(100)}, {"small": jnp.ones(100), "large": jnp.ones(9900)}
+    alone = moved(op.setup(op.Adam(0.1), small), small)
+    # Beside the other one's own count.
+    assert moved(op.setup(op.Adam(0.1), both).freeze("large"), both) < alone + 100
 
 
 def test_model_and_state_can_be_donated() -> None:
