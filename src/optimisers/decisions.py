@@ -26,6 +26,8 @@ class Job:
         # Whether all gates so far let the step pass: True, or what a traced program will tell.
         self.passed: Any = True
         self.length = len(part.program.members)
+        self.params: list[Any] = list(part.pick(arrays))
+        self.slots: list[tuple[Any, ...]] = list(part.pick(state.slots))
         self.batch = Batch(
             program=part.program,
             paths=part.paths,
@@ -34,9 +36,9 @@ class Job:
             slot_dtypes=part.slot_dtypes,
             library=part.library,
             device=part.device,
-            params=list(part.pick(arrays)),
+            params=self.params,
             grads=list(part.pick(gradients)),
-            slots=list(part.pick(state.slots)),
+            slots=self.slots,
             live_rows=part.live_rows,
             in_place=in_place,
             plan=part.kept,

@@ -186,6 +186,7 @@ def _square(array: Any) -> Any:
         return float(np.vdot(flat, flat).real)
     library = namespace_of(array)
     total = library.sum(library.abs(wide(array)) ** 2)
+    total = total.full_tensor() if hasattr(total, "full_tensor") else total
     return total if is_traced(total) else float(total)
 
 

@@ -91,9 +91,9 @@ def _step(state: State, model: Any, grads: Any, *, in_place: bool) -> tuple[Stat
     slots = state.slots
     for job in jobs:
         params, new_slots = job.part.backend.run(job.batch, job.length, step=job.open)
-        if params is not job.batch.params:
-            changed |= {at: new for at, old, new in zip(job.part.members, job.batch.params, params, strict=True) if new is not old}
-        if new_slots is not job.batch.slots:
+        if params is not job.params:
+            changed |= {at: new for at, old, new in zip(job.part.members, job.params, params, strict=True) if new is not old}
+        if new_slots is not job.slots:
             slots = _replaced(slots, job.part.members, new_slots)
     layout, counters, step = counted(state, plan, [job.open and job.passed for job in jobs])
     addresses = state.addresses if slots is state.slots else None

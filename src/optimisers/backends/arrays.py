@@ -62,6 +62,10 @@ def device_of(array: Any, library: str) -> Any:
     """
     if library == "numpy":
         return None
+    if library == "torch":
+        from optimisers.backends.shards import spread_of
+
+        return spread_of(array) or array.device
     if library != "jax":
         return getattr(array, "device", None)
     import jax
@@ -180,7 +184,8 @@ def memory_of(array: Any, library: str) -> Memory | None:
     """Where an array lies, for libraries whose arrays may share memory; `None` where identity alone counts."""
     if library == "numpy":
         return Memory(array.__array_interface__["data"][0], array.shape, array.strides, array.itemsize)
-    if library == "torch":
+    # A distributed tensor has an address on each process; identity alone is the same on all of them.
+    if library == "torch" and not hasattr(array, "device_mesh"):
         size = array.element_size()
         return Memory(array.data_ptr(), tuple(array.shape), tuple(stride * size for stride in array.stride()), size)
     return None

@@ -34,7 +34,7 @@ def reference_only() -> Iterator[None]:
 
 def backend_for(library: str, program: Program, dtypes: tuple[str, ...], device: Any) -> Backend:
     """The module that runs such a batch. It is imported when first needed."""
-    on_cpu = library == "numpy" or (library == "torch" and str(device) == "cpu")
+    on_cpu = library == "numpy" or (library == "torch" and getattr(device, "type", None) == "cpu")
     if on_cpu and program.elementwise and not _reference_only.get() and _has_numba():
         from optimisers.backends import numba
 

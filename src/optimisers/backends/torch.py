@@ -6,12 +6,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from optimisers.backends import array_api
+from optimisers.backends import array_api, shards
 from optimisers.backends.array_api import derive, element_ranges, moved, through
 from optimisers.backends.arrays import compute_dtype, namespace_of, real_dtype
 from optimisers.backends.base import Batch, Scalars, check
 from optimisers.backends.lists import Lists, Many
 from optimisers.backends.namespace import namespace
+from optimisers.backends.shards import Spread, spread_of
 from optimisers.rules.program import Program
 
 __all__ = ["Prepared", "decide", "derive", "finish", "prepare", "reached", "row_by_row", "run", "sums", "zeros"]
@@ -26,6 +27,8 @@ _WAVE = 131_072
 
 def zeros(shape: tuple[int, ...], dtype: str, library: str, device: Any) -> torch.Tensor:
     """A fresh slot."""
+    if isinstance(device, Spread):
+        return shards.zeros(shape, getattr(torch, dtype), device)
     return torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
 
 
@@ -42,6 +45,8 @@ class Prepared(NamedTuple):
     slots: Sequence[tuple[torch.Tensor, ...]]
     orders: Sequence[tuple[int, ...] | None]
     """For each parameter how its axes were put in order, or `None`."""
+    given: tuple[list[Any], list[tuple[Any, ...]]] = ([], [])
+    """The parameters and slots of the batch, before this process's part was taken of them."""
     addresses: np.ndarray | None = None
 
 
@@ -49,8 +54,12 @@ def prepare(batch: Batch) -> None:
     """Check the tensors, and find or make contiguous ones to work on."""
     if not _as_expected(batch):
         check(batch)
-    if _on_lists(batch.program):
-        batch.prepared = prepared(batch)
+    if not _on_lists(batch.program):
+        return
+    params, slots = batch.params, batch.slots
+    if isinstance(batch.device, Spread):
+        shards.local_batch(batch)
+    batch.prepared = prepared(batch)._replace(given=(params, slots))
 
 
 def _as_expected(batch: Batch) -> bool:
@@ -61,7 +70,9 @@ def _as_expected(batch: Batch) -> bool:
     for tensors in (batch.params, batch.grads):
         if not all(isinstance(each, torch.Tensor) for each in tensors) or [each.shape for each in tensors] != sizes:
             return False
-        if {(each.dtype, each.device, each.layout) for each in tensors} != {(dtype, batch.device, torch.strided)}:
+        if {(each.dtype, each.layout) for each in tensors} != {(dtype, torch.strided)}:
+            return False
+        if {spread_of(each) or each.device for each in tensors} != {batch.device}:
             return False
     return True
 
@@ -99,27 +110,39 @@ def _order(tensor: torch.Tensor, rows: bool) -> tuple[int, ...] | None:
 
 def finish(batch: Batch, *, step: bool) -> tuple[list[Any], list[tuple[Any, ...]]]:
     """The parameters and slots that come out of a batch."""
-    targets, params, _, slots, orders, _ = batch.prepared
+    params, slots = batch.prepared.given
     with torch.no_grad():
-        slots = (
-            batch.slots
-            if slots is batch.slots
-            else [
-                old if batch.in_place and all(map(_same, old, new)) else tuple([_back(each, order) for each in new])
-                for old, new, order in zip(batch.slots, slots, orders, strict=True)
-            ]
-        )
-        if not step:
-            return batch.params, slots
-        if params is not targets:
-            for target, param, order in zip(targets, params, orders, strict=True):
+        if batch.prepared.slots is not batch.slots:
+            slots = _slots_out(batch)
+        if step and batch.prepared.params is not batch.prepared.targets:
+            for target, param, order in zip(*batch.prepared[:2], batch.prepared.orders, strict=True):
                 if not _same(target, param):
                     target.copy_(_back(param, order))
+    if not step:
+        return params, slots
     if batch.in_place:
         # Those who saved a tensor for a gradient learn that it has changed.
-        torch.autograd.graph.increment_version(targets)
-        return batch.params, slots
-    return [_like(old, new) for old, new in zip(batch.params, targets, strict=True)], slots
+        torch.autograd.graph.increment_version(batch.prepared.targets)
+        return params, slots
+    return [_like(old, _spread(new, old)) for old, new in zip(params, batch.prepared.targets, strict=True)], slots
+
+
+def _slots_out(batch: Batch) -> list[tuple[Any, ...]]:
+    """The slots that were worked on, as those of the batch lie; itself where an old one was written."""
+    found = []
+    for given, old, new, order in zip(
+        batch.prepared.given[1], batch.slots, batch.prepared.slots, batch.prepared.orders, strict=True
+    ):
+        if batch.in_place and all(map(_same, old, new)):
+            found.append(given)
+        else:
+            found.append(tuple([_spread(_back(slot, order), like) for slot, like in zip(new, given, strict=True)]))
+    return found
+
+
+def _spread(tensor: torch.Tensor, like: Any) -> Any:
+    """A tensor, distributed as another one is."""
+    return tensor if spread_of(like) is None else shards.whole(tensor, like)
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -220,7 +243,7 @@ def sums(batch: Batch, member: int) -> Sequence[np.ndarray]:
             out = measure(xp, g, p, wave.h(member, 0), *own)
             for row, part in enumerate(out if isinstance(out, tuple) else (out,)):
                 np.add.at(totals[row], [at for at, _ in wave.parts], _added(part, g))
-    return list(totals)
+    return shards.reduced(list(totals), batch)
 
 
 def _added(part: Any, like: Many) -> np.ndarray:

@@ -10,6 +10,7 @@ from optimisers.backends import numba
 from optimisers.backends import torch as lists
 from optimisers.backends.array_api import derive
 from optimisers.backends.base import Batch
+from optimisers.backends.shards import reduced
 from optimisers.backends.torch import finish, reached, zeros
 
 __all__ = ["decide", "derive", "prepare", "reached", "row_by_row", "run", "sums", "zeros"]
@@ -49,13 +50,13 @@ def decide(batch: Batch, member: int) -> None:
 def sums(batch: Batch, member: int) -> Sequence[np.ndarray]:
     """The sums of one member's measure, in float64."""
     found = numba.sums_in_one_pass(batch, member)
-    return lists.sums(batch, member) if found is None else found
+    return lists.sums(batch, member) if found is None else reduced(found, batch)
 
 
 def run(batch: Batch, length: int, *, step: bool) -> tuple[list[Any], list[tuple[Any, ...]]]:
     """Run the first members in one pass."""
     if not step and not any(member.slots for member in batch.program.members[:length]):
-        return batch.params, batch.slots
+        return batch.prepared.given
     if not numba.run_in_one_pass(batch, length, step=step):
         return lists.run(batch, length, step=step)
     return finish(batch, step=step)
