@@ -4,7 +4,7 @@ import socket
 from pathlib import Path
 
 import pytest
-import torch.multiprocessing
+from torch.multiprocessing.spawn import spawn
 
 from tests import distributed
 
@@ -17,4 +17,4 @@ def _free_port() -> int:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_several_processes_train_as_one(world: int, tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(distributed.run, args=(world, _free_port(), str(tmp_path)), nprocs=world)
+    spawn(distributed.run, args=(world, _free_port(), str(tmp_path)), nprocs=world)

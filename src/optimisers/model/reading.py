@@ -24,7 +24,7 @@ def parameters_of(model: Any) -> list[tuple[Parameter, Any]]:
     """
     leaves, structure = opened(model)
     places = [at for at, leaf in enumerate(leaves) if _trains(leaf) and structure.occurrences[at].trains]
-    _check_traces([(structure.paths[at], leaves[at]) for at in places])
+    _check_values([(structure.paths[at], leaves[at]) for at in places])
     found = []
     for group in find_ties([structure.paths[at] for at in places], [leaves[at] for at in places]):
         at = places[group[0][0]]
@@ -43,11 +43,14 @@ def parameters_of(model: Any) -> list[tuple[Parameter, Any]]:
     return found
 
 
-def _check_traces(found: Sequence[tuple[Path, Any]]) -> None:
-    """Check that traced arrays belong to a trace of JAX that is still under way.
+def _check_values(found: Sequence[tuple[Path, Any]]) -> None:
+    """Check that tensors have values, and that traced arrays belong to a trace of JAX that is still under way.
 
     **Raises** `ModelError`, naming the path.
     """
+    for path, array in found:
+        if getattr(array, "is_meta", False):
+            raise ModelError(f"{_shown(path)} is on the meta device, where it has no values; call module.to_empty(device=…) first")
     # The first one of each trace will do.
     traced = {id(getattr(array, "_trace", None)): (path, array) for path, array in reversed(found) if is_traced(array)}
     for path, array in traced.values():

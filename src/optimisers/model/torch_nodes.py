@@ -10,7 +10,7 @@ from typing import Any
 
 from optimisers.model.paths import BOXED
 
-__all__ = ["apart", "is_idle", "is_module"]
+__all__ = ["apart", "declared", "is_idle", "is_module"]
 
 _SHELLS = {"OptimizedModule": "_orig_mod", "DistributedDataParallel": "module", "DataParallel": "module"}
 
@@ -19,6 +19,12 @@ def is_module(kind: type) -> bool:
     """Whether PyTorch is loaded and a type is one of its modules."""
     torch = sys.modules.get("torch")
     return torch is not None and issubclass(kind, torch.nn.Module)
+
+
+def declared(kind: type) -> type:
+    """The class that a module was declared as: parametrisations and FSDP2 put classes of their own in front."""
+    made = kind.__module__.startswith("torch.") and kind.__name__.startswith(("Parametrized", "FSDP"))
+    return next((base for base in kind.__mro__[1:] if not base.__name__.startswith("FSDP")), kind) if made else kind
 
 
 def is_idle(array: Any) -> bool:

@@ -10,6 +10,7 @@ from optimisers.errors import ModelError
 from optimisers.model.jax_nodes import is_nnx_module, is_variable
 from optimisers.model.nodes import NAMESPACE, TRAINABLE, open_types, rebuilding
 from optimisers.model.paths import BOXED, Path
+from optimisers.model.torch_nodes import declared
 
 __all__ = ["Occurrence", "Structure", "flatten", "opened"]
 
@@ -96,7 +97,7 @@ class Structure:
                 continue
             # In a module of Flax NNX an array trains in a variable alone.
             bare = is_variable(kind) or (bare and not is_nnx_module(kind))
-            below, chosen = (*owners, kind), TRAINABLE.get(kind)
+            below, chosen = (*owners, declared(kind)), TRAINABLE.get(kind)
             keys = spec.entries() if chosen is not None else ()
             for at, child in reversed(list(enumerate(spec.children()))):
                 stack.append((child, below, trains and (chosen is None or keys[at] in chosen), bare))
