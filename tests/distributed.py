@@ -7,11 +7,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import optimisers as op
+from optimisers.interop.torch_optim import Optimizer
 
 RULES: dict[str, Callable[[], op.Rule]] = {
     "AdamW behind the norm of all": lambda: op.Chain(op.ClipGlobalNorm(0.1), op.AdamW(0.05)),
@@ -146,6 +148,39 @@ def check_without_numba(rank: int, world: int) -> None:
         assert abs(norm - spread_norm) < 1e-5 * norm
 
 
+def check_checkpoints(rank: int, world: int, folder: str) -> None:
+    """`torch.distributed.checkpoint` saves a run, frozen parameters and all, and another one goes on with it."""
+
+    def start() -> tuple[Any, Optimizer]:
+        spread = sharded(init_device_mesh("cpu", (world,)))
+        return spread, Optimizer(spread, RULES["AdamW behind the norm of all"](), frozen="layers.1")
+
+    def go(spread: Any, optimizer: Optimizer, steps: range) -> None:
+        for step in steps:
+            backward(spread, step, rank, world)
+            optimizer.step()
+
+    spread, optimizer = start()
+    optimizer.thaw("layers.1")
+    go(spread, optimizer, range(3))
+    optimizer.freeze("layers")
+    go(spread, optimizer, range(3, 4))
+    checkpoint.save({"model": spread.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=folder)
+    other, again = start()
+    again.thaw()
+    go(other, again, range(1))  # so that there are slots to read into
+    target = {"model": other.state_dict(), "optimizer": again.state_dict()}
+    target["optimizer"] |= {name: value for name, value in optimizer.state_dict().items() if name not in ("state",)}
+    checkpoint.load({"model": target["model"], "optimizer": {"state": target["optimizer"]["state"]}}, checkpoint_id=folder)
+    other.load_state_dict(target["model"])
+    again.load_state_dict(target["optimizer"])
+    for run, stepper in ((spread, optimizer), (other, again)):
+        stepper.thaw()
+        go(run, stepper, range(4, 6))
+    assert_close(weights(other), weights(spread))
+    assert [leaf.step for leaf in again.op_state.leaves()] == [leaf.step for leaf in optimizer.op_state.leaves()]
+
+
 CHECKS = [check_fully_sharded, check_pure_step, check_replicated, check_without_numba]
 
 
@@ -157,5 +192,6 @@ def run(rank: int, world: int, port: int, folder: str) -> None:
     try:
         for check in CHECKS:
             check(rank, world)
+        check_checkpoints(rank, world, folder)
     finally:
         dist.destroy_process_group()

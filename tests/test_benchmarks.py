@@ -107,3 +107,34 @@ def test_quick_run_in_jax_measures_every_figure_and_writes_json(tmp_path: Path):
     # What is counted is as true of small models.
     assert figures["GPT-2 small, 90 % frozen, bytes accessed, against none frozen"]["met"]
     assert all(figure["value"] < 1 for figure in found["figures"] if figure["section"] == "memory")
+
+
+# On modules of PyTorch, figure by figure, what is aimed at.
+TORCH_TARGETS = {
+    "GPT-2 small, optimisers, against PyTorch fused": 1.10,
+    "GPT-2 small, optimisers, against PyTorch default": 0.25,
+    "GPT-2 small, optimisers, as an optimiser of PyTorch, against PyTorch fused": 1.10,
+    "40 × 256, optimisers, against PyTorch fused": 0.8,
+    "40 × 256, optimisers, against PyTorch default": 0.3,
+    "50,000 elements, AdamW, against PyTorch default": 0.3,
+    "50,000 elements, RMSProp, centred, momentum, against PyTorch default": 0.3,
+    "GPT-2 small, 90 % frozen, against none": 0.15,
+    "GPT-2 small, on lists, against PyTorch foreach": 1.15,
+    "40 × 256, on lists, against PyTorch foreach": 1.15,
+}
+
+
+def test_quick_run_on_modules_of_pytorch_measures_every_figure_and_writes_json(tmp_path: Path):
+    done = run("--quick", "--out", str(tmp_path), module="benchmarks.torch_step")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert all(name in done.stdout for name in TORCH_TARGETS)
+
+    found = json.loads((tmp_path / "torch_step.json").read_text())
+    figures = {figure["name"]: figure for figure in found["figures"]}
+    assert {name: figures[name]["target"] for name in TORCH_TARGETS} == TORCH_TARGETS
+    assert found["quick"] is True
+    assert found["disagreement"] < 1e-3
+    timings = found["timings"]["a"]
+    against_fused = figures["GPT-2 small, optimisers, against PyTorch fused"]["value"]
+    assert against_fused == timings["optimisers"]["minimum"] / timings["PyTorch fused"]["minimum"]
+    assert sum(figure["section"] == "rules" for figure in found["figures"]) == 13

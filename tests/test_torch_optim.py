@@ -160,6 +160,24 @@ def test_a_compiled_and_a_wrapped_module_train_under_the_plain_names() -> None:
     assert other.op_state == optimizer.op_state
 
 
+def test_a_module_under_distributed_data_parallelism_trains_under_the_plain_names() -> None:
+    distributed: Any = torch.distributed
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        wrapped, plain = nn.parallel.DistributedDataParallel(_net()), _net()
+        optimizer, other = Optimizer(wrapped, op.AdamW(1e-2)), Optimizer(plain, op.AdamW(1e-2))
+        for _ in range(3):
+            for each, own in ((wrapped, optimizer), (plain, other)):
+                own.zero_grad()
+                each(torch.ones(2, 4)).square().mean().backward()
+                own.step()
+        _assert_same(plain, wrapped.module)
+        other.load_state_dict(optimizer.state_dict())
+        assert other.op_state == optimizer.op_state
+    finally:
+        distributed.destroy_process_group()
+
+
 def test_a_loop_can_be_compiled_around_a_step() -> None:
     model, other = _net(), _net()
     optimizer, plain = Optimizer(model, op.AdamW(1e-2)), Optimizer(other, op.AdamW(1e-2))

@@ -37,7 +37,7 @@ def gather(grads: Any, layout: Layout, model: Opened | None = None) -> list[Any]
     parameters = layout.parameters
     if grads is not None:
         leaves = None if model is None else model.structure.leaves_of(grads)
-    elif model is not None and "torch" in layout.libraries:
+    elif model is not None and any(getattr(leaf, "requires_grad", False) for leaf in model.leaves):
         leaves = list(map(_left_behind, model.leaves))
     else:
         raise GradientError("update needs gradients: a tree like the model, or a mapping from paths to arrays")

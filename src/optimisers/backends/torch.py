@@ -10,7 +10,7 @@ from optimisers.backends import array_api, shards
 from optimisers.backends.array_api import derive, element_ranges, moved, through
 from optimisers.backends.arrays import compute_dtype, namespace_of, real_dtype
 from optimisers.backends.base import Batch, Scalars, check
-from optimisers.backends.lists import Lists, Many
+from optimisers.backends.lists import Recorder, Tape, Value
 from optimisers.backends.namespace import namespace
 from optimisers.backends.shards import Spread, spread_of
 from optimisers.rules.program import Program
@@ -169,64 +169,81 @@ def _on_lists(program: Program) -> bool:
     return alone and not any(member.apply or member.apply_tree for member in program.members)
 
 
-class _Wave:
+class _Wave(NamedTuple):
     """Parts of parameters that go through a program together."""
 
-    def __init__(self, batch: Batch, parts: list[tuple[int, slice | None]]) -> None:
-        self.batch = batch
-        self.program = batch.program
-        self.outcomes = batch.outcomes
-        self.parts = parts
-        self._rows = np.array([batch.row[at] for at, _ in parts])
-
-    def h(self, member: int, at: int) -> Scalars:
-        """The scalars of a member: numbers, or where parameters differ vectors with one for each part."""
-        columns = self.batch.scalars[member].items()
-        if self.batch.rows == 1:
-            return Scalars(**{name: _number(values[0]) for name, values in columns})
-        return Scalars(**{name: np.asarray(values)[self._rows] for name, values in columns})
+    numbers: np.ndarray
+    """The number of the parameter of each part."""
+    parts: list[slice | None]
 
     def pick(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The parts of some tensors."""
-        return [tensors[at] if part is None else tensors[at].view(-1)[part] for at, part in self.parts]
-
-    def many(self, tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> Many:
-        """The parts as one, in the dtype of the arithmetic."""
-        return Many([each if each.dtype == dtype else each.to(dtype) for each in self.pick(tensors)])
+        return [
+            tensors[at] if part is None else tensors[at].view(-1)[part] for at, part in zip(self.numbers, self.parts, strict=True)
+        ]
 
 
-def _number(value: Any) -> Any:
-    return value.item() if isinstance(value, np.generic) else value
-
-
-def _waves(batch: Batch, *, whole: bool) -> Iterator[_Wave]:
+def _waves(batch: Batch, *, whole: bool) -> list[_Wave]:
     """The live elements of a batch, wave by wave."""
+    key = ("waves", whole)
+    if key not in batch.plan:
+        batch.plan[key] = list(_made_waves(batch, whole))
+    return batch.plan[key]
+
+
+def _made_waves(batch: Batch, whole: bool) -> Iterator[_Wave]:
     limit = _WAVE if not whole and batch.prepared.params[0].device.type == "cpu" else None
-    parts: list[tuple[int, slice | None]] = []
+    numbers: list[int] = []
+    parts: list[slice | None] = []
     size = 0
     for at, (rows, shape) in enumerate(zip(batch.live_rows, batch.shapes, strict=True)):
         for start, stop in element_ranges(rows, shape):
             for low in range(start, stop, limit or stop - start):
                 high = min(low + limit, stop) if limit else stop
-                parts.append((at, None if high - low == batch.prepared.params[at].numel() else slice(low, high)))
+                numbers.append(at)
+                parts.append(None if high - low == batch.prepared.params[at].numel() else slice(low, high))
                 size += high - low
                 if limit and size >= limit:
-                    yield _Wave(batch, parts)
-                    parts, size = [], 0
+                    yield _Wave(np.array(numbers), parts)
+                    numbers, parts, size = [], [], 0
     if parts:
-        yield _Wave(batch, parts)
+        yield _Wave(np.array(numbers), parts)
 
 
-def _inputs(batch: Batch, *, whole: bool) -> Iterator[tuple[_Wave, Lists, Many, Many, list[Many]]]:
-    """For each wave the functions, the gradients, the parameters and the slots, in the dtype of the arithmetic."""
-    _, params, grads, slots, *_ = batch.prepared
-    compute = compute_dtype(batch.dtype)
-    dtype, real = getattr(torch, compute), getattr(torch, real_dtype(compute))
-    xp = Lists(namespace(namespace_of(params[0]), real_dtype(compute)))
-    columns = list(zip(*slots, strict=True)) if batch.slot_dtypes else []
-    for wave in _waves(batch, whole=whole):
-        own = [wave.many(column, dtype if column[0].is_complex() else real) for column in columns]
-        yield wave, xp, wave.many(grads, dtype), wave.many(params, dtype), own
+class _Recording:
+    """A program written down for lists: its inputs are the gradient, the parameter and the slots."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+        self.program, self.outcomes = batch.program, batch.outcomes
+        compute = compute_dtype(batch.dtype)
+        self.dtype, self.real = getattr(torch, compute), getattr(torch, real_dtype(compute))
+        self.tape = Tape(self.real)
+        self.xp = Recorder(self.tape, namespace(namespace_of(batch.prepared.params[0]), real_dtype(compute)))
+        self.columns = [list(column) for column in zip(*batch.prepared.slots, strict=True)] if batch.slot_dtypes else []
+        self.g, self.p = (self.tape.input(self.dtype.is_complex) for _ in range(2))
+        self.slots = [self.tape.input(column[0].is_complex()) for column in self.columns]
+
+    def h(self, member: int, at: int = 0) -> Scalars:
+        """The scalars of a member: numbers, or where parameters differ vectors with one for each."""
+        columns = self.batch.scalars[member].items()
+        if self.batch.rows == 1:
+            return Scalars(**{name: _number(values[0]) for name, values in columns})
+        return Scalars(**{name: np.asarray(values)[np.asarray(self.batch.row)] for name, values in columns})
+
+    def inputs(self, wave: _Wave) -> dict[int, list[torch.Tensor]]:
+        """What goes in, in the dtype of the arithmetic."""
+        wide = [(self.g, self.batch.prepared.grads, self.dtype), (self.p, self.batch.prepared.params, self.dtype)]
+        for value, column in zip(self.slots, self.columns, strict=True):
+            wide.append((value, column, self.dtype if value.complex else self.real))
+        return {
+            value.at: [each if each.dtype == dtype else each.to(dtype) for each in wave.pick(tensors)]
+            for value, tensors, dtype in wide
+        }
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def sums(batch: Batch, member: int) -> Sequence[np.ndarray]:
@@ -235,22 +252,27 @@ def sums(batch: Batch, member: int) -> Sequence[np.ndarray]:
         return array_api.sums(batch, member)
     measure = batch.program.members[member].measure
     assert measure is not None
-    totals = np.zeros((batch.program.members[member].sums, len(batch.params)))
+    to = _Recording(batch)
+    g, p, _ = through(to, 0, to.xp, to.g, to.p, [to.h(k) for k in range(member)], to.slots)
+    inputs = [to.tape.emit(array_api.wide, each) for each in (g, p, *to.slots[batch.program.spans[member]])]
+    out = measure(to.xp, inputs[0], inputs[1], to.h(member), *inputs[2:])
+    found = out if isinstance(out, tuple) else (out,)
+    program = to.tape.program([each for each in found if isinstance(each, Value)], [])
+    totals = np.zeros((len(found), len(batch.params)))
     with torch.no_grad():
-        for wave, xp, g, p, slots in _inputs(batch, whole=False):
-            g, p, _ = through(wave, 0, xp, g, p, [wave.h(k, 0) for k in range(member)], slots)
-            g, p, *own = [each.each(array_api.wide) for each in (g, p, *slots[batch.program.spans[member]])]
-            out = measure(xp, g, p, wave.h(member, 0), *own)
-            for row, part in enumerate(out if isinstance(out, tuple) else (out,)):
-                np.add.at(totals[row], [at for at, _ in wave.parts], _added(part, g))
+        for wave in _waves(batch, whole=False):
+            values = program.run(to.inputs(wave), wave.numbers)
+            for row, part in enumerate(found):
+                np.add.at(totals[row], wave.numbers, _added(part, values, wave, to))
     return shards.reduced(list(totals), batch)
 
 
-def _added(part: Any, like: Many) -> np.ndarray:
+def _added(part: Any, values: dict[int, list[torch.Tensor]], wave: _Wave, to: _Recording) -> np.ndarray:
     """The sum over each tensor of a list; of a number, as if it stood for each element."""
-    if not isinstance(part, Many):
-        return np.array([tensor.numel() for tensor in like.tensors]) * part
-    return torch.stack([torch.sum(tensor) for tensor in part.tensors]).cpu().numpy()
+    if isinstance(part, Value):
+        return torch.stack([torch.sum(tensor) for tensor in values[part.at]]).cpu().numpy()
+    sizes = np.array([tensor.numel() for tensor in wave.pick(to.batch.prepared.params)])
+    return sizes * (part[wave.numbers] if isinstance(part, np.ndarray) else part)
 
 
 def decide(batch: Batch, member: int) -> None:
@@ -269,25 +291,40 @@ def run(batch: Batch, length: int, *, step: bool) -> tuple[list[Any], list[tuple
         return _run_whole(batch, length, step)
     members = batch.program.members[:length]
     if step or any(member.slots for member in members):
-        whole = any(member.store or member.keyed for member in members)
-        columns = list(zip(*batch.prepared.slots, strict=True)) if batch.slot_dtypes else []
+        to = _Recording(batch)
+        p, new = moved(to, 0, to.xp, to.g, to.p, [to.h(k) for k in range(length)], to.slots, step)
+        pairs = list(zip(to.slots, to.columns, new, strict=True)) + [(to.p, batch.prepared.params, p)] * step
+        changed = [(old, tensors, value) for old, tensors, value in pairs if value is not None and value is not old]
+        values = [value for *_, value in changed if isinstance(value, Value)]
+        program = to.tape.program(values, [old for old, *_ in changed])
         with torch.no_grad():
-            for wave, xp, g, p, old in _inputs(batch, whole=whole):
-                p, new = moved(wave, 0, xp, g, p, [wave.h(k, 0) for k in range(length)], old, step)
-                for column, value, before in zip(columns, new, old, strict=True):
-                    if value is not None and value is not before:
-                        _write(wave.pick(column), value)
-                if step:
-                    _write(wave.pick(batch.prepared.params), p)
+            for wave in _waves(batch, whole=any(member.store or member.keyed for member in members)):
+                found = program.run(to.inputs(wave), wave.numbers)
+                targets = [wave.pick(tensors) for _, tensors, _ in changed]
+                new = [found[value.at] if isinstance(value, Value) else value for *_, value in changed]
+                _write(targets, _apart(targets, new), wave)
     return finish(batch, step=step)
 
 
-def _write(targets: list[torch.Tensor], value: Any) -> None:
-    if isinstance(value, Many):
-        _torch._foreach_copy_(targets, value.tensors)
-    else:
-        for target, each in zip(targets, np.broadcast_to(value, len(targets)).tolist(), strict=True):
-            target.fill_(each)
+def _apart(targets: list[list[torch.Tensor]], new: list[Any]) -> list[Any]:
+    """New values; those that lie in the target of another one are copied before that is written."""
+    owner = {tensor.data_ptr(): k for k, own in enumerate(targets) for tensor in own}
+    return [
+        [each.clone() if owner.get(each.data_ptr(), k) != k else each for each in value] if isinstance(value, list) else value
+        for k, value in enumerate(new)
+    ]
+
+
+def _write(targets: list[list[torch.Tensor]], new: list[Any], wave: _Wave) -> None:
+    for own, value in zip(targets, new, strict=True):
+        if isinstance(value, list):
+            pairs = [(target, each) for target, each in zip(own, value, strict=True) if not _same(target, each)]
+            if pairs:
+                _torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
+            continue
+        numbers = value[wave.numbers].tolist() if isinstance(value, np.ndarray) else [value] * len(own)
+        for target, number in zip(own, numbers, strict=True):
+            target.fill_(number)
 
 
 def _run_whole(batch: Batch, length: int, step: bool) -> tuple[list[Any], list[tuple[Any, ...]]]:

@@ -76,8 +76,8 @@ def from_torch(
     Every parameter keeps its moments (copied), its count and the hyperparameters of its group. Parameters that have not stepped yet
     start at zero; those that the optimiser does not have are left out, as by `setup(trainable=…)`. The optimiser is not changed.
 
-    Plain SGD and Lion go on with the same numbers; the others multiply in another order, which tells in the last bits.
-    Half-precision moments become float32.
+    SGD, Adamax and Rprop go on bit for bit on the CPU, in the compiled pass; the others round in another order, which tells in the
+    last few bits. A learning rate that is a tensor counts as the number it holds. Moments in half precision become float32.
 
     **Arguments:**
 
@@ -92,7 +92,8 @@ def from_torch(
       default the greatest count of a parameter.
 
     **Raises** `HyperparameterError` for an optimiser that has no counterpart, or one that maximises; `StateError` for parameters
-    that do not match the module; `PathError` for names that it lacks; `ShapeError` for moments of another shape. Each names the path.
+    that do not match the module; `PathError` for names that it lacks; `ShapeError` for moments of another shape. Each names the
+    path.
 
     Example:
         >>> import torch, optimisers as op
@@ -138,7 +139,7 @@ class _Entry(NamedTuple):
 
 def _read(
     optimizer: Any, module: Any, found: Sequence[tuple[Parameter, Any]], kind: Any, names: Sequence[str] | None
-) -> tuple[dict[int, _Entry], list[Mapping[str, Any]], _Kind]:
+) -> tuple[dict[int, _Entry], Sequence[Mapping[str, Any]], _Kind]:
     """The entries by the numbers of their parameters, the groups, and the kind."""
     if isinstance(optimizer, torch.optim.Optimizer):
         if names is not None:
@@ -154,7 +155,8 @@ def _read(
         inner = [key for key, each in optimizer.items() if isinstance(each, Mapping)] if isinstance(optimizer, Mapping) else []
         hint = f"; it has {', '.join(map(repr, inner[:5]))}" if inner else ""
         raise ModelError(
-            f"from_torch takes an optimiser of torch.optim or its state dict, then the module, and not {type(optimizer).__name__}{hint}"
+            "from_torch takes an optimiser of torch.optim or its state dict, then the module, and not "
+            f"{type(optimizer).__name__}{hint}"
         )
     own: dict[int, _Entry] = {}
     keys = [(group, key) for group in groups for key in group["params"]]
@@ -255,8 +257,8 @@ def _kind_of(cls: type) -> _Kind:
         if "step" in vars(base):
             break
     raise HyperparameterError(
-        f"no rule is known to step as {cls.__module__}.{cls.__qualname__}; if it steps as one of {', '.join(_KINDS)}, say which with "
-        "kind=…"
+        f"from_torch does not know how {cls.__module__}.{cls.__qualname__} steps; if it does as one of {', '.join(_KINDS)}, say "
+        "which with kind=…"
     )
 
 
@@ -265,8 +267,8 @@ def _kind_told_by(groups: Sequence[Mapping[str, Any]]) -> _Kind:
     name = next((name for name, kind in _KINDS.items() if kind.marks <= keys), None)
     if name is None:
         raise HyperparameterError(
-            f"the groups of the state dict ({', '.join(sorted(keys - {'params', 'param_names'}))}) are those of no optimiser that is "
-            f"known: {', '.join(_KINDS)}"
+            f"the groups of the state dict ({', '.join(sorted(keys - {'params', 'param_names'}))}) are those of no optimiser that "
+            f"is known: {', '.join(_KINDS)}"
         )
     if name == "AdamW" and not all("decoupled_weight_decay" in group for group in groups):
         raise HyperparameterError(
@@ -441,6 +443,11 @@ def _written(state: State, module: Any) -> tuple[str, list[dict[str, Any]], dict
             )
         options = groups[parameter.group]
         options["params"].append((_spelled(path), tensor))
+        if tensor.is_complex() and not all(slot.is_complex() for slot in leaf.slots.values()):
+            raise StateError(
+                f"{path}: for complex parameters PyTorch keeps squares of the real and the imaginary part, and the state here one "
+                "of the absolute value"
+            )
         own = _state_of(leaf.slots, int(leaf.step), _KINDS[first], tensor, options)
         if own:
             states[tensor] = own

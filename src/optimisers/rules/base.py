@@ -152,7 +152,8 @@ class Rule:
     def __post_init__(self) -> None:
         for field in _fields(self):
             value = _plain(getattr(self, field.name))
-            if field.type is not int and (field.default is dataclasses.MISSING or _is_data(field.default)):
+            usual = field.default
+            if field.type is not int and (usual is dataclasses.MISSING or all(isinstance(part, float) for part in _parts(usual))):
                 value = _floats(value)
             object.__setattr__(self, field.name, value)
             if not _fits(value, field):
