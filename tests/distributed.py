@@ -7,7 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -148,50 +149,67 @@ def check_without_numba(rank: int, world: int) -> None:
         assert abs(norm - spread_norm) < 1e-5 * norm
 
 
-def check_checkpoints(rank: int, world: int, folder: str) -> None:
-    """`torch.distributed.checkpoint` saves a run, frozen parameters and all, and another one goes on with it."""
+def _start(world: int) -> tuple[Any, Optimizer]:
+    spread = sharded(init_device_mesh("cpu", (world,)))
+    return spread, Optimizer(spread, RULES["AdamW behind the norm of all"](), frozen="layers.1")
 
-    def start() -> tuple[Any, Optimizer]:
-        spread = sharded(init_device_mesh("cpu", (world,)))
-        return spread, Optimizer(spread, RULES["AdamW behind the norm of all"](), frozen="layers.1")
 
-    def go(spread: Any, optimizer: Optimizer, steps: range) -> None:
-        for step in steps:
-            backward(spread, step, rank, world)
-            optimizer.step()
+def _go(spread: Any, optimizer: Optimizer, steps: range, rank: int, world: int) -> None:
+    for step in steps:
+        backward(spread, step, rank, world)
+        optimizer.step()
 
-    spread, optimizer = start()
+
+def save_run(rank: int, world: int, folder: str) -> None:
+    """Train, freeze, save with `torch.distributed.checkpoint`, thaw and go on."""
+    spread, optimizer = _start(world)
     optimizer.thaw("layers.1")
-    go(spread, optimizer, range(3))
+    _go(spread, optimizer, range(3), rank, world)
     optimizer.freeze("layers")
-    go(spread, optimizer, range(3, 4))
-    checkpoint.save({"model": spread.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=folder)
-    other, again = start()
-    again.thaw()
-    go(other, again, range(1))  # so that there are slots to read into
-    target = {"model": other.state_dict(), "optimizer": again.state_dict()}
-    target["optimizer"] |= {name: value for name, value in optimizer.state_dict().items() if name not in ("state",)}
-    checkpoint.load({"model": target["model"], "optimizer": {"state": target["optimizer"]["state"]}}, checkpoint_id=folder)
-    other.load_state_dict(target["model"])
-    again.load_state_dict(target["optimizer"])
-    for run, stepper in ((spread, optimizer), (other, again)):
-        stepper.thaw()
-        go(run, stepper, range(4, 6))
-    assert_close(weights(other), weights(spread))
-    assert [leaf.step for leaf in again.op_state.leaves()] == [leaf.step for leaf in optimizer.op_state.leaves()]
+    _go(spread, optimizer, range(3, 4), rank, world)
+    state = optimizer.state_dict()
+    save({"model": spread.state_dict(), "state": state["state"]}, checkpoint_id=f"{folder}/run")
+    optimizer.thaw()
+    _go(spread, optimizer, range(4, 6), rank, world)
+    found = weights(spread), [leaf.step for leaf in optimizer.op_state.leaves()]
+    if rank == 0:
+        torch.save(found, f"{folder}/end.pt")
+        torch.save({name: value for name, value in state.items() if name != "state"}, f"{folder}/rest.pt")
+    dist.barrier()
 
 
-CHECKS = [check_fully_sharded, check_pure_step, check_replicated, check_without_numba]
+def load_run(rank: int, world: int, folder: str) -> None:
+    """Go on from what another run has saved, on as many processes or on others: frozen parameters have their moments."""
+    spread, optimizer = _start(world)
+    optimizer.thaw()
+    _go(spread, optimizer, range(1), rank, world)  # so that there are slots to read into
+    model, state = spread.state_dict(), optimizer.state_dict()["state"]
+    load({"model": model, "state": state}, checkpoint_id=f"{folder}/run")
+    spread.load_state_dict(model)
+    optimizer.load_state_dict({"state": state, **torch.load(f"{folder}/rest.pt", weights_only=True)})
+    assert [leaf.frozen for leaf in optimizer.op_state.leaves()].count(True) == 4
+    optimizer.thaw()
+    _go(spread, optimizer, range(4, 6), rank, world)
+    right, steps = torch.load(f"{folder}/end.pt", weights_only=True)
+    assert_close(weights(spread), right)
+    assert [leaf.step for leaf in optimizer.op_state.leaves()] == steps
 
 
-def run(rank: int, world: int, port: int, folder: str) -> None:
-    """All checks, in one process of several."""
+def check_all(rank: int, world: int, folder: str) -> None:
+    """Everything that takes one number of processes."""
+    check_fully_sharded(rank, world)
+    check_pure_step(rank, world)
+    check_replicated(rank, world)
+    check_without_numba(rank, world)
+
+
+def run(rank: int, world: int, port: int, folder: str, names: list[str]) -> None:
+    """Some of the functions above, in one process of several."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=world)
     try:
-        for check in CHECKS:
-            check(rank, world)
-        check_checkpoints(rank, world, folder)
+        for name in names:
+            globals()[name](rank, world, folder)
     finally:
         dist.destroy_process_group()
