@@ -136,3 +136,11 @@ def test_there_is_nothing_to_select_in_an_empty_state() -> None:
         state = op.setup(op.Adam(), {})
     with pytest.raises(PathError, match="the state has no parameters"):
         state.freeze("a")
+
+
+def test_a_function_of_the_model_is_an_error_that_says_what_it_is_given() -> None:
+    state = op.setup(op.Adam(), {"blocks": [np.ones(2)]})
+    with pytest.raises(PathError, match=r'the record of each parameter .* which has no "blocks", and not the model'):
+        state.freeze(lambda model: model.blocks[0])
+    with pytest.raises(AttributeError, match="other"):
+        state.freeze(lambda parameter: ("").other)  # type: ignore[attr-defined]

@@ -85,8 +85,24 @@ def ndim(count: int) -> Selector:
 
 
 def where(predicate: Callable[[Parameter], bool]) -> Selector:
-    """By a function of the parameter's record."""
-    return Selector(predicate, f"where({getattr(predicate, '__name__', predicate)})")
+    """By a function of the parameter's record.
+
+    **Raises** `PathError` for a function that asks the record for what the model has, when it is called.
+    """
+    name = getattr(predicate, "__name__", predicate)
+
+    def holds(parameter: Parameter) -> bool:
+        try:
+            return predicate(parameter)
+        except AttributeError as error:
+            if not isinstance(error.obj, Parameter):
+                raise
+            raise PathError(
+                f"the function {name} is given the record of each parameter (path, shape, dtype, owners, …), which has no "
+                f'"{error.name}", and not the model; a branch is selected by its path'
+            ) from error
+
+    return Selector(holds, f"where({name})")
 
 
 def as_selector(wish: Selectable) -> Selector:
