@@ -171,7 +171,8 @@ def _of_one(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _in_dtype(value: Any, dtype: str) -> Any:
     """A scalar in the dtype of the arithmetic: a wider one would widen the arrays that it meets."""
-    return value.astype(dtype) if jnp.issubdtype(value.dtype, jnp.floating) else value
+    wide = jnp.issubdtype(value.dtype, jnp.floating) and value.dtype != dtype
+    return value.astype(dtype) if wide else value
 
 
 @_of_one
