@@ -221,6 +221,17 @@ def test_writing_in_place_is_noticed_by_autograd() -> None:
         loss.backward()
 
 
+@pytest.mark.parametrize("numba", [True, False], ids=["one pass", "lists"])
+def test_gradients_that_are_other_parameters_are_read_before_those_are_written(numba: bool) -> None:
+    def stepped(step: Any) -> Any:
+        model = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([3.0, 5.0])}
+        return step(op.setup(op.Descent(1.0), model), model, {"a": model["b"], "b": model["a"]})[1]
+
+    with contextlib.nullcontext() if numba else op.reference_only():
+        for new in (stepped(op.update), stepped(op.update_)):
+            assert {name: tensor.tolist() for name, tensor in new.items()} == {"a": [-2.0, -3.0], "b": [2.0, 3.0]}
+
+
 def test_dicts_of_tensors_serve_functional_calls() -> None:
     module = nn.Linear(3, 2)
     params: Any = {name: tensor.detach() for name, tensor in module.named_parameters()}

@@ -893,7 +893,7 @@ def test_only_what_is_trainable_is_in_a_group() -> None:
 
 
 def test_accelerate_trains_with_accumulation_and_a_scheduler() -> None:
-    accelerate = pytest.importorskip("accelerate")
+    import accelerate
 
     def run(make: Callable[[nn.Module], torch.optim.Optimizer]) -> tuple[nn.Module, torch.optim.Optimizer]:
         model = _net()
@@ -923,7 +923,7 @@ def test_accelerate_trains_with_accumulation_and_a_scheduler() -> None:
 @pytest.mark.filterwarnings("ignore:The number of training batches:UserWarning")
 @pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning")
 def test_lightning_trains_thaws_and_resumes() -> None:
-    lightning = pytest.importorskip("lightning.pytorch")
+    import lightning.pytorch as lightning
 
     def fitted(make: Callable[[nn.Module], torch.optim.Optimizer], checkpoint: Any = None) -> tuple[Any, Any]:
         class Lit(lightning.LightningModule):

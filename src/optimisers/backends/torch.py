@@ -59,6 +59,10 @@ def prepare(batch: Batch) -> None:
     params, slots = batch.params, batch.slots
     if isinstance(batch.device, Spread):
         shards.local_batch(batch)
+    if batch.in_place:
+        # A gradient may lie in a parameter that is about to be written: that of a·b is b.
+        written = set(map(torch.Tensor.data_ptr, batch.params))
+        batch.grads = [grad.clone() if grad.data_ptr() in written else grad for grad in batch.grads]
     batch.prepared = prepared(batch)._replace(given=(params, slots))
 
 
