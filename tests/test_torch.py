@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import optimisers as op
+from optimisers.backends import torch as backend
 from optimisers.errors import DtypeError, GradientError, ModelError, OptimiserError, StateError
 from tests.conftest import leaf
 
@@ -232,6 +233,30 @@ def test_gradients_that_are_other_parameters_are_read_before_those_are_written(n
             assert {name: tensor.tolist() for name, tensor in new.items()} == {"a": [-2.0, -3.0], "b": [2.0, 3.0]}
 
 
+@pytest.mark.parametrize("numba", [True, False], ids=["one pass", "lists"])
+def test_gradients_that_lie_in_parameters_of_another_rule_are_read_before_those_are_written(numba: bool) -> None:
+    def stepped(step: Any) -> Any:
+        rules = {"a": op.Descent(1.0), "b": op.Momentum(1.0), "c": op.Muon(1.0, fallback=op.Descent(1.0))}
+        model = {"a": torch.ones(2), "b": torch.arange(6.0), "c": torch.eye(2)}
+        grads = {"a": model["b"][1:3], "b": torch.ones(6), "c": model["b"][2:].reshape(2, 2)}
+        return step(op.setup(rules, model), model, grads)[1]
+
+    with contextlib.nullcontext() if numba else op.reference_only():
+        pure, written = stepped(op.update), stepped(op.update_)
+    assert written["a"].tolist() == [0.0, -1.0]
+    assert all(torch.equal(pure[name], written[name]) for name in pure)
+
+
+def test_parameters_that_came_to_lie_in_one_place_are_an_error() -> None:
+    module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    state = op.setup(op.Descent(0.1), module)
+    module[1].weight.data = module[0].weight.data
+    for each in module.parameters():
+        each.grad = torch.ones(2, 2)
+    with pytest.raises(OptimiserError, match=r"0\.weight and 1\.weight lie in the same memory now"):
+        op.update_(state, module)
+
+
 def test_dicts_of_tensors_serve_functional_calls() -> None:
     module = nn.Linear(3, 2)
     params: Any = {name: tensor.detach() for name, tensor in module.named_parameters()}
@@ -322,3 +347,79 @@ def test_the_state_of_another_module_is_an_error() -> None:
     _, _ = op.update_(state, module, {"weight": torch.ones(2, 3)})
     with pytest.raises(StateError, match="use the state that it returned"):
         op.update_(state, module, {"weight": torch.ones(2, 3)})
+
+
+# PyTorch's own kernels ------------------------------------------------------------------------------------------------
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
+@op.rule
+class Constant(op.Rule):
+    """A gradient of ones, whatever comes."""
+
+    def scalars(self, step: Any) -> dict[str, Any]:
+        return {"one": 1.0}
+
+    def kernel(xp: Any, g: Any, p: Any, h: Any) -> Any:
+        return h.one
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "rule",
+    [
+        op.Adam(0.01, betas=(0.0, 0.9)),
+        op.AMSGrad(0.01),
+        op.AdamW(0.01, weight_decay=0.1),
+        op.AdamW(0.0, weight_decay=0.1),
+        op.AdamW(0.01, amsgrad=True),
+        op.Momentum(0.01, momentum=0.8),
+        op.Nesterov(0.01),
+        op.SGD(0.01, weight_decay=0.1),
+        op.SGD(0.01, momentum=0.9, dampening=0.3, weight_decay=0.1),
+        op.SGD(0.01, momentum=0.9, nesterov=True),
+        op.Chain(op.ClipGlobalNorm(1.0), op.WeightDecay(0.1), op.AdamW(0.01)),
+        op.Chain(op.Momentum(1.0), op.Adam(0.01)),
+        op.Chain(Constant(), op.Adam(0.01)),
+    ],
+    ids=str,
+)
+def test_kernels_of_torch_take_the_step_that_ours_take(
+    rule: op.Rule, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def trained(calls: list[Any] | None) -> tuple[dict[str, torch.Tensor], op.State]:
+        torch.manual_seed(0)
+        model = {name: torch.randn(shape, device=device).to(dtype) for name, shape in {"a": (5, 3), "b": (7,), "c": (4, 2)}.items()}
+        model["a"] = model["a"].t()  # strided
+        state = op.setup(rule, model).freeze("c", rows=[1, 2])
+        found = backend.fused_kernel
+        if calls is None:
+            monkeypatch.setattr(backend, "fused_kernel", lambda *given: None)
+        else:
+            monkeypatch.setattr(backend, "fused_kernel", lambda *given: calls.append(found(*given)) or calls[-1])
+        with op.reference_only():
+            for step in range(4):
+                grads = {name: torch.randn(each.shape, device=device).to(dtype) for name, each in model.items()}
+                if step == 2:
+                    state = state.adjust("b", lr=0.005)
+                if step == 1:
+                    del grads["b"]  # the counts part
+                state, model = op.update(state, model, grads)
+        monkeypatch.undo()
+        return model, state
+
+    calls: list[Any] = []
+    mine, plain = trained(calls)
+    theirs, expected = trained(None)
+    assert calls
+    assert all(calls)
+    limits = {"rtol": 1e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-6}
+    for name, each in theirs.items():
+        torch.testing.assert_close(mine[name], each, **limits)
+        for slot, value in leaf(expected, name).slots.items():
+            torch.testing.assert_close(
+                leaf(plain, name).slots[slot], value, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-6
+            )
+    assert {leaf(plain, name).step for name in mine} == {3, 4}

@@ -1,15 +1,10 @@
 """The way of a step: open the model, gather gradients, run each batch in its backend, put the arrays back."""
 
-from bisect import bisect_left
 from collections.abc import Sequence
-from itertools import pairwise
-from operator import itemgetter
 from typing import Any
 
-import numpy as np
-
-from optimisers.backends.arrays import memory_of
 from optimisers.backends.base import check_parameter
+from optimisers.backends.overlap import untangle
 from optimisers.decisions import Job, decide
 from optimisers.errors import StateError, TieError
 from optimisers.gradients import gather
@@ -86,7 +81,7 @@ def _step(state: State, model: Any, grads: Any, *, in_place: bool) -> tuple[Stat
     for job in jobs:
         job.part.backend.prepare(job.batch)
     if in_place:
-        _untangle(jobs)
+        untangle([job.batch for job in jobs])
     memory = decide(jobs, state)
     slots = state.slots
     for job in jobs:
@@ -131,54 +126,6 @@ def _apart(state: State, view: Opened) -> tuple[Sequence[Any], dict[int, Any]]:
                     f'call state.tie("{parameter.path}", "{other}"), or copy one of them'
                 )
     return arrays, changed
-
-
-def _untangle(jobs: list[Job]) -> None:
-    """Copy gradients that lie in the memory of parameters, which are about to be written (the gradient of a·b is b).
-
-    **Raises** `TieError` when two parameters lie in one place.
-    """
-    jobs = [job for job in jobs if job.batch.library == "numpy"]
-    written = {id(param) for job in jobs for param in job.batch.params}
-    # Arrays that own their memory share it with no other object.
-    if all(
-        written.isdisjoint(map(id, job.batch.grads)) and not any(map(_shares, job.batch.params + job.batch.grads)) for job in jobs
-    ):
-        return
-    owners = [(job.batch.paths[at], *_bounds(param)) for job in jobs for at, param in enumerate(job.batch.params)]
-    owners = sorted((each for each in owners if each[1] < each[2]), key=itemgetter(1))
-    for (path, _, end), (other, start, _) in pairwise(owners):
-        if start < end:
-            raise TieError(
-                f"{path} and {other} lie in the same memory now, but were two parameters when the state was made; copy one"
-            )
-    starts, ends = [start for _, start, _ in owners], [end for _, _, end in owners]
-    for job in jobs:
-        grads = [
-            grad if grad is param or not _within(_bounds(grad), starts, ends) else grad.copy()
-            for param, grad in zip(job.batch.params, job.batch.grads, strict=True)
-        ]
-        if any(new is not old for new, old in zip(grads, job.batch.grads, strict=True)):
-            job.batch.grads = grads
-            job.part.backend.prepare(job.batch)
-
-
-def _shares(array: Any) -> bool:
-    return getattr(array, "base", None) is not None
-
-
-def _bounds(array: Any) -> tuple[int, int]:
-    if not array.size or isinstance(array, np.generic):
-        return 0, 0
-    memory = memory_of(array, "numpy")
-    assert memory is not None
-    return memory.bounds
-
-
-def _within(bounds: tuple[int, int], starts: list[int], ends: list[int]) -> bool:
-    """Whether an array lies, in part, in one of some ranges of memory, which are ascending and apart."""
-    before = bisect_left(starts, bounds[1])
-    return before > 0 and ends[before - 1] > bounds[0]
 
 
 def _replaced(slots: tuple[Any, ...], members: Sequence[int], new: Sequence[Any]) -> tuple[Any, ...]:

@@ -13,7 +13,8 @@ from optimisers.backends.base import Batch, Scalars, check
 from optimisers.backends.lists import Recorder, Tape, Value
 from optimisers.backends.namespace import namespace
 from optimisers.backends.shards import Spread, spread_of
-from optimisers.rules.program import Program
+from optimisers.backends.torch_kernels import Fused, fused_kernel
+from optimisers.rules.program import Member, Program
 
 __all__ = ["Prepared", "decide", "derive", "finish", "prepare", "reached", "row_by_row", "run", "sums", "zeros"]
 
@@ -59,10 +60,6 @@ def prepare(batch: Batch) -> None:
     params, slots = batch.params, batch.slots
     if isinstance(batch.device, Spread):
         shards.local_batch(batch)
-    if batch.in_place:
-        # A gradient may lie in a parameter that is about to be written: that of a·b is b.
-        written = set(map(torch.Tensor.data_ptr, batch.params))
-        batch.grads = [grad.clone() if grad.data_ptr() in written else grad for grad in batch.grads]
     batch.prepared = prepared(batch)._replace(given=(params, slots))
 
 
@@ -293,21 +290,55 @@ def run(batch: Batch, length: int, *, step: bool) -> tuple[list[Any], list[tuple
     """Run the first members on lists; programs that speak of whole arrays, on each parameter in turn."""
     if batch.prepared is None:
         return _run_whole(batch, length, step)
-    members = batch.program.members[:length]
-    if step or any(member.slots for member in members):
-        to = _Recording(batch)
-        p, new = moved(to, 0, to.xp, to.g, to.p, [to.h(k) for k in range(length)], to.slots, step)
-        pairs = list(zip(to.slots, to.columns, new, strict=True)) + [(to.p, batch.prepared.params, p)] * step
-        changed = [(old, tensors, value) for old, tensors, value in pairs if value is not None and value is not old]
-        values = [value for *_, value in changed if isinstance(value, Value)]
-        program = to.tape.program(values, [old for old, *_ in changed])
-        with torch.no_grad():
-            for wave in _waves(batch, whole=any(member.store or member.keyed for member in members)):
-                found = program.run(to.inputs(wave), wave.numbers)
-                targets = [wave.pick(tensors) for _, tensors, _ in changed]
-                new = [found[value.at] if isinstance(value, Value) else value for *_, value in changed]
-                _write(targets, _apart(targets, new), wave)
+    if step or any(member.slots for member in batch.program.members[:length]):
+        _run_lists(batch, length, step)
     return finish(batch, step=step)
+
+
+def _run_lists(batch: Batch, length: int, step: bool) -> None:
+    members, last = batch.program.members[:length], batch.program.spans[length - 1]
+    to = _Recording(batch)
+    h = [to.h(k) for k in range(length)]
+    fused = _fused_last(to, members) if step else None
+    grad: Any = None
+    written: list[Value] = []
+    if fused is None:
+        p, new = moved(to, 0, to.xp, to.g, to.p, h, to.slots, step)
+    else:
+        grad, p, new = through(to, 0, to.xp, to.g, to.p, h[:-1], to.slots)
+        grad = grad if isinstance(grad, Value) else to.tape.emit(torch.full_like, to.g, grad)
+        written = [to.p, *to.slots[last]]
+        new[last] = written[1:]
+    pairs = [*zip(to.slots, to.columns, new, strict=True), *([(to.p, batch.prepared.params, p)] if step else [])]
+    changed = [each for each in pairs if each[2] is not None and (each[2] is not each[0] or any(each[0] is own for own in written))]
+    needed = [value for value in (grad, *(value for *_, value in changed)) if isinstance(value, Value)]
+    program = to.tape.program(needed, [old for old, *_ in changed])
+    with torch.no_grad():
+        for wave in _waves(batch, whole=any(member.store or member.keyed for member in members)):
+            found = program.run(to.inputs(wave), wave.numbers)
+            if fused is not None:
+                _run_fused(fused, batch, length - 1, wave, found[grad.at], [found[each.at] for each in written])
+            targets = [wave.pick(tensors) for _, tensors, _ in changed]
+            new = [found[value.at] if isinstance(value, Value) else value for *_, value in changed]
+            _write(targets, _apart(targets, new), wave)
+
+
+def _fused_last(to: _Recording, members: Sequence[Member]) -> Fused | None:
+    """PyTorch's own kernel for the last member, where it can take the place of ours."""
+    if any(member.load or member.store for member in members):
+        return None
+    return fused_kernel(members[-1], to.dtype, to.batch.prepared.params[0].device)
+
+
+def _run_fused(
+    fused: Fused, batch: Batch, member: int, wave: _Wave, grads: list[torch.Tensor], written: list[list[torch.Tensor]]
+) -> None:
+    """Call a kernel of PyTorch once for each row of scalars."""
+    rows = np.asarray(batch.row)[wave.numbers]
+    for row in np.unique(rows):
+        chosen = np.flatnonzero(rows == row)
+        params, own, *slots = [[each[at] for at in chosen] for each in (written[0], grads, *written[1:])]
+        fused(params, own, slots, batch.h(member, int(wave.numbers[chosen[0]])))
 
 
 def _apart(targets: list[list[torch.Tensor]], new: list[Any]) -> list[Any]:

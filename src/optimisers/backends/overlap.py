@@ -1,0 +1,90 @@
+"""Memory that a step is about to write while others still read it: gradients that lie in parameters (that of a·b is b)."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from optimisers.backends.arrays import memory_of
+from optimisers.backends.base import Batch
+from optimisers.errors import TieError
+
+__all__ = ["untangle"]
+
+
+def untangle(batches: Sequence[Batch]) -> None:
+    """Copy the gradients of prepared batches that lie in the memory of parameters, of any of them.
+
+    **Raises** `TieError` when two parameters lie in one place.
+    """
+    # Arrays of other libraries cannot be written.
+    batches = [batch for batch in batches if batch.library in ("numpy", "torch")]
+    if not batches or (all(batch.library == "numpy" for batch in batches) and _own_their_memory(batches)):
+        return
+    extents = [_written(batch) for batch in batches]
+    starts, ends = (np.concatenate(column) for column in zip(*extents, strict=True))
+    filled = np.flatnonzero(starts < ends)
+    order = filled[np.argsort(starts[filled])]
+    starts, ends = starts[order], ends[order]
+    for at in np.flatnonzero(ends[:-1] > starts[1:])[:1]:
+        paths = [path for batch in batches for path in batch.paths]
+        path, other = paths[order[at]], paths[order[at + 1]]
+        raise TieError(f"{path} and {other} lie in the same memory now, but were two parameters when the state was made; copy one")
+    for batch in batches:
+        lows, highs = _read(batch)
+        # Of the parameters that start before a gradient ends, the last ends last.
+        before = np.searchsorted(starts, highs)
+        reaching = np.concatenate([[-1], ends])[before] > lows
+        for at in np.flatnonzero(reaching & (lows < highs)):
+            _copy_gradient(batch, int(at))
+
+
+def _own_their_memory(batches: Sequence[Batch]) -> bool:
+    """Whether no array is a view, nor a parameter and a gradient one object. Quick to tell for NumPy."""
+    written = {id(param) for batch in batches for param in batch.params}
+    return all(
+        written.isdisjoint(map(id, batch.grads))
+        and not any(getattr(each, "base", None) is not None for each in batch.params + batch.grads)
+        for batch in batches
+    )
+
+
+def _written(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+    """Where the parameters of a batch start and end, in bytes."""
+    known = batch.prepared is not None and batch.prepared.params is batch.params
+    return _extents(batch.params, batch, batch.prepared.addresses if known else None, 0)
+
+
+def _read(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+    """Where the gradients of a batch start and end."""
+    if batch.prepared is None:
+        return _extents(batch.grads, batch, None, 1)
+    return _extents(batch.prepared.grads, batch, batch.prepared.addresses, 1)
+
+
+def _extents(arrays: Sequence[Any], batch: Batch, addresses: np.ndarray | None, row: int) -> tuple[np.ndarray, np.ndarray]:
+    if addresses is not None:
+        if "bytes" not in batch.plan:
+            batch.plan["bytes"] = np.array([array.nbytes for array in arrays], np.int64)
+        return addresses[row], addresses[row] + batch.plan["bytes"]
+    if batch.library == "torch" and all(array.is_contiguous() for array in arrays):
+        starts = np.array([array.data_ptr() for array in arrays], np.int64)
+        return starts, starts + np.array([array.nbytes for array in arrays], np.int64)
+    bounds = [_bounds(array, batch.library) for array in arrays]
+    return np.array([low for low, _ in bounds], np.int64), np.array([high for _, high in bounds], np.int64)
+
+
+def _bounds(array: Any, library: str) -> tuple[int, int]:
+    own = array.to_local() if hasattr(array, "to_local") else array
+    memory = None if isinstance(own, np.generic) or 0 in own.shape else memory_of(own, library)
+    return (0, 0) if memory is None else memory.bounds
+
+
+def _copy_gradient(batch: Batch, at: int) -> None:
+    if batch.prepared is None:
+        batch.grads[at] = batch.grads[at].clone()
+        return
+    grads, addresses = batch.prepared.grads, batch.prepared.addresses
+    grads[at] = grads[at].copy() if batch.library == "numpy" else grads[at].clone()
+    if addresses is not None:
+        addresses[1, at] = _bounds(grads[at], batch.library)[0]
