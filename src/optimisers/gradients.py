@@ -15,6 +15,7 @@ from optimisers.model.layout import Layout, Parameter
 from optimisers.model.paths import Path
 from optimisers.model.reading import Opened, open_with, parameters_of
 from optimisers.model.ties import SAME, View, shape_through
+from optimisers.model.torch_nodes import is_parameter
 from optimisers.model.trees import opened
 from optimisers.rules.base import is_traced
 from optimisers.setup import trainables
@@ -37,7 +38,7 @@ def gather(grads: Any, layout: Layout, model: Opened | None = None) -> list[Any]
     parameters = layout.parameters
     if grads is not None:
         leaves = None if model is None else model.structure.leaves_of(grads)
-    elif model is not None and any(getattr(leaf, "requires_grad", False) for leaf in model.leaves):
+    elif model is not None and any(map(_keeps_gradient, model.leaves)):
         leaves = list(map(_left_behind, model.leaves))
     else:
         raise GradientError("update needs gradients: a tree like the model, or a mapping from paths to arrays")
@@ -59,6 +60,11 @@ def gather(grads: Any, layout: Layout, model: Opened | None = None) -> list[Any]
     for at in _silent(layout):
         gathered[at] = None
     return gathered
+
+
+def _keeps_gradient(leaf: Any) -> bool:
+    """Whether `backward` may leave a gradient with a leaf: what asks for one, or is a parameter of a module, which may ask."""
+    return getattr(leaf, "requires_grad", False) or is_parameter(leaf)
 
 
 def _left_behind(leaf: Any) -> Any:

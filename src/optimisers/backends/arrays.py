@@ -179,6 +179,27 @@ class Memory:
                 merged.append((size, stride))
         return tuple(merged)
 
+    def overlaps(self, other: "Memory") -> bool:
+        """Whether some byte is in both. True, too, where it would take long to tell."""
+        a, b = (np.asarray(_Lying(each)) for each in (self, other))
+        try:
+            return np.shares_memory(a, b, max_work=100_000)  # type: ignore[arg-type]  # NumPy's stubs know only -1 and 0
+        except np.exceptions.TooHardError:
+            return True
+
+
+class _Lying:
+    """An array that NumPy is told of and never reads."""
+
+    def __init__(self, memory: Memory) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (memory.address, True),
+            "shape": memory.shape,
+            "strides": memory.strides,
+            "typestr": f"|V{memory.itemsize}",
+        }
+
 
 def memory_of(array: Any, library: str) -> Memory | None:
     """Where an array lies, for libraries whose arrays may share memory; `None` where identity alone counts."""

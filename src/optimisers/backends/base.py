@@ -160,7 +160,7 @@ def check_gradient(path: Any, shape: tuple[int, ...], dtype: str, library: str, 
         raise GradientError(f"{_at(path)}: the gradient is a {found} array, the parameter a {library} array; convert it")
     if tuple(grad.shape) != shape:
         raise ShapeError(f"{_at(path)}: the gradient has shape {tuple(grad.shape)}, the parameter {shape}; they must be equal")
-    if getattr(grad, "is_sparse", False):
+    if str(getattr(grad, "layout", "torch.strided")) != "torch.strided":
         raise GradientError(
             f"{_at(path)}: the gradient is sparse; make it dense, as with Embedding(sparse=False) or grad.to_dense()"
         )

@@ -51,8 +51,9 @@ def _own_their_memory(batches: Sequence[Batch]) -> bool:
 
 def _written(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
     """Where the parameters of a batch start and end, in bytes."""
-    known = batch.prepared is not None and batch.prepared.params is batch.params
-    return _extents(batch.params, batch, batch.prepared.addresses if known else None, 0)
+    if batch.prepared is None or batch.prepared.params is not batch.params:
+        return _extents(batch.params, batch, None, 0)
+    return _extents(batch.params, batch, batch.prepared.addresses, 0)
 
 
 def _read(batch: Batch) -> tuple[np.ndarray, np.ndarray]:

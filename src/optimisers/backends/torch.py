@@ -16,7 +16,7 @@ from optimisers.backends.shards import Spread, spread_of
 from optimisers.backends.torch_kernels import Fused, fused_kernel
 from optimisers.rules.program import Member, Program
 
-__all__ = ["Prepared", "decide", "derive", "finish", "prepare", "reached", "row_by_row", "run", "sums", "zeros"]
+__all__ = ["Prepared", "decide", "derive", "finish", "like", "prepare", "reached", "row_by_row", "run", "sums", "zeros"]
 
 row_by_row = False
 
@@ -125,7 +125,7 @@ def finish(batch: Batch, *, step: bool) -> tuple[list[Any], list[tuple[Any, ...]
         # Those who saved a tensor for a gradient learn that it has changed.
         torch.autograd.graph.increment_version(batch.prepared.targets)
         return params, slots
-    return [_like(old, _spread(new, old)) for old, new in zip(params, batch.prepared.targets, strict=True)], slots
+    return [like(old, _spread(new, old)) for old, new in zip(params, batch.prepared.targets, strict=True)], slots
 
 
 def _slots_out(batch: Batch) -> list[tuple[Any, ...]]:
@@ -154,9 +154,13 @@ def _back(tensor: torch.Tensor, order: tuple[int, ...] | None) -> torch.Tensor:
     return tensor if order is None else tensor.permute(tuple(np.argsort(order).tolist()))
 
 
-def _like(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+def like(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     """A tensor as the kind of parameter that it replaces."""
-    if isinstance(old, torch.nn.Parameter):
+    if torch.nn.Parameter in type(old).__mro__:
+        made = torch.Tensor._make_subclass(type(old), new, old.requires_grad)
+        vars(made).update(vars(old))
+        return made
+    if isinstance(old, torch.nn.Parameter):  # a distributed one
         return torch.nn.Parameter(new, requires_grad=old.requires_grad)
     return new.requires_grad_(old.requires_grad)
 
@@ -367,7 +371,7 @@ def _run_whole(batch: Batch, length: int, step: bool) -> tuple[list[Any], list[t
     if not step:
         return new, slots
     if not batch.in_place:
-        return [_like(old, each.detach()) for old, each in zip(batch.params, new, strict=True)], slots
+        return [like(old, each.detach()) for old, each in zip(batch.params, new, strict=True)], slots
     with torch.no_grad():
         for old, each in zip(batch.params, new, strict=True):
             old.copy_(each)

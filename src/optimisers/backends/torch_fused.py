@@ -27,14 +27,9 @@ def prepare(batch: Batch) -> None:
         prepared = prepared._replace(grads=[grad.to(dtype) for grad in prepared.grads])
     addresses = np.empty((2 + len(batch.slot_dtypes), len(batch.params)), np.int64)
     addresses[0], addresses[1] = _addresses(prepared.params), _addresses(prepared.grads)
-    key = numba.work_of(batch)
-    if prepared.slots is batch.slots and key in batch.addresses:
-        addresses[2:] = batch.addresses[key]
-    else:
-        for at, column in enumerate(zip(*prepared.slots, strict=True)):
-            addresses[2 + at] = _addresses(column)
-        if prepared.slots is batch.slots:
-            batch.addresses[key] = addresses[2:].copy()
+    # Those of the slots are not kept between steps: a tensor can be given other memory and stay the same object.
+    for at, column in enumerate(zip(*prepared.slots, strict=True)):
+        addresses[2 + at] = _addresses(column)
     batch.prepared = prepared._replace(addresses=addresses)
 
 

@@ -9,6 +9,7 @@ from optimisers.errors import ModelError, TieError, suggest
 from optimisers.model.layout import Alias, Layout, Parameter
 from optimisers.model.paths import Path
 from optimisers.model.ties import View, find_ties, same_memory
+from optimisers.model.torch_nodes import check_values, standing_as
 from optimisers.model.trees import Structure, opened
 from optimisers.rules.base import is_traced
 
@@ -49,8 +50,8 @@ def _check_values(found: Sequence[tuple[Path, Any]]) -> None:
     **Raises** `ModelError`, naming the path.
     """
     for path, array in found:
-        if getattr(array, "is_meta", False):
-            raise ModelError(f"{_shown(path)} is on the meta device, where it has no values; call module.to_empty(device=…) first")
+        if library_of(array) == "torch":
+            check_values(path, array)
     # The first one of each trace will do.
     traced = {id(getattr(array, "_trace", None)): (path, array) for path, array in reversed(found) if is_traced(array)}
     for path, array in traced.values():
@@ -127,7 +128,7 @@ class Opened:
             leaves[self.canonical[at]] = array
         for at, place, view in self.aliases:
             if at in changed:
-                leaves[place] = view.apply(changed[at])
+                leaves[place] = standing_as(view.apply(changed[at]), leaves[place])
         return self.rebuild(leaves)
 
     def rebuild(self, leaves: list[Any]) -> Any:

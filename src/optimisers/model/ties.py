@@ -151,7 +151,7 @@ def _by_memory(paths: Sequence[Path], located: list[_Seen]) -> list[list[_Seen]]
             if seen.array.dtype == other.array.dtype and _view(_memory(other), _memory(seen)) is not None:
                 cluster.append(seen)
                 break
-            if _overlap(seen.array, other.array):
+            if _memory(seen).overlaps(_memory(other)):
                 first, second = sorted((other.occurrences[0], seen.occurrences[0]))
                 raise TieError(
                     f"{paths[first]} and {paths[second]} share a part of their memory, so one cannot be updated without the "
@@ -179,15 +179,6 @@ def _described(cluster: list[_Seen]) -> list[tuple[int, View]]:
 def _check_self_overlap(path: Path, memory: Memory) -> None:
     if 0 in memory.strides and any(stride == 0 and size > 1 for size, stride in zip(memory.shape, memory.strides, strict=True)):
         raise TieError(f"{path}: several elements of this array share one place in memory (it was broadcast); copy it")
-
-
-def _overlap(a: Any, b: Any) -> bool:
-    if not (isinstance(a, np.ndarray) and isinstance(b, np.ndarray)):
-        return True
-    try:
-        return np.shares_memory(a, b, max_work=100_000)  # type: ignore[arg-type]  # NumPy's stubs know only -1 and 0
-    except np.exceptions.TooHardError:
-        return True
 
 
 def same_memory(parameter: Any, alias: Any, view: View) -> bool:
