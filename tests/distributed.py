@@ -21,6 +21,9 @@ RULES: dict[str, Callable[[], op.Rule]] = {
     "LAMB": lambda: op.LAMB(0.05),
     "SGD on gradients clipped one by one": lambda: op.Chain(op.ClipNorm(0.05), op.SGD(0.1, momentum=0.9)),
     "Prodigy": lambda: op.Prodigy(1.0),
+    "Muon": lambda: op.Muon(0.05, fallback=op.AdamW(0.05)),
+    "Adafactor": lambda: op.Adafactor(0.05),
+    "SGD with noise": lambda: op.Chain(op.AddNoise(0.01), op.SGD(0.1)),
 }
 
 

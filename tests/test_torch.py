@@ -260,7 +260,7 @@ def test_parameters_that_came_to_lie_in_one_place_are_an_error() -> None:
 def test_dicts_of_tensors_serve_functional_calls() -> None:
     module = nn.Linear(3, 2)
     params: Any = {name: tensor.detach() for name, tensor in module.named_parameters()}
-    state = op.setup(op.AdamW(0.1), params)
+    state = op.setup(op.AdamW(0.001), params)
     loss = lambda params: torch.func.functional_call(module, params, (torch.ones(4, 3),)).square().mean()  # noqa: E731
     first = loss(params)
     for _ in range(10):

@@ -7,6 +7,7 @@ from optimisers.errors import GradientError
 from optimisers.gradients import partition
 from optimisers.model.jax_nodes import is_variable
 from optimisers.model.layout import Parameter
+from optimisers.model.torch_nodes import is_idle, is_parameter, lending
 from optimisers.state import State, check_state
 
 __all__ = ["grad", "value_and_grad"]
@@ -53,9 +54,14 @@ def value_and_grad(loss: Callable[..., Any], state: State, *, has_aux: bool = Fa
     if any(is_variable(owner) for record in live for owner in record.owners[-1:]):
         return _by_nnx(loss, state, has_aux)
 
+    masked = {str(path) for record in live if record.masked for path in record.paths}
+
     def call(model: Any, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         params, rebuild = partition(state, model)
-        return engine(lambda params: loss(rebuild(params), *args, **kwargs), params, has_aux)
+        if libraries == ["torch"]:
+            params = {name: _asking(tensor, masked=name in masked) for name, tensor in params.items()}
+        with lending():
+            return engine(lambda params: loss(rebuild(params), *args, **kwargs), params, has_aux)
 
     return call
 
@@ -116,15 +122,29 @@ def _by_nnx(loss: Callable[..., Any], state: State, has_aux: bool) -> Callable[.
     return call
 
 
+def _asking(tensor: Any, *, masked: bool) -> Any:
+    """What to differentiate with respect to: the very parameter of a module, wherever that holds it; else a tensor in its place.
+
+    What its owner asked no gradient for gets none here either. Where a place of a parameter is masked, the others differ from it.
+    """
+    if is_parameter(tensor) and not masked:
+        return tensor
+    return tensor.detach().requires_grad_(not is_idle(tensor))
+
+
 def _by_torch(loss: Callable[..., Any], params: dict[str, Any], has_aux: bool) -> tuple[Any, dict[str, Any]]:
     import torch
 
     with torch.enable_grad():
-        leaves = {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
-        found = loss(leaves)
+        found = loss(params)
         value = found[0] if has_aux else found
-        if value.grad_fn is None:
+        if not isinstance(value, torch.Tensor):
+            raise GradientError(f"the loss is a {type(value).__name__}, not a tensor; return it without .item() or float()")
+        asking = {name: tensor for name, tensor in params.items() if tensor.requires_grad}
+        gradients = [None] * len(asking)
+        if value.grad_fn is not None and asking:
+            gradients = torch.autograd.grad(value, list(asking.values()), allow_unused=True)
+        if all(gradient is None for gradient in gradients):
             raise GradientError("the loss does not depend on any live parameter of the model that it was given")
-        gradients = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
     shown = (value.detach(), *found[1:]) if has_aux else value.detach()
-    return shown, {name: tensor for name, tensor in zip(leaves, gradients, strict=True) if tensor is not None}
+    return shown, {name: tensor for name, tensor in zip(asking, gradients, strict=True) if tensor is not None}

@@ -11,6 +11,7 @@ from optimisers.gradients import gather
 from optimisers.model.reading import Opened, open_with
 from optimisers.model.slots import copied
 from optimisers.model.ties import same_memory
+from optimisers.model.torch_nodes import standing_as
 from optimisers.plan import counted, plan_for
 from optimisers.rules.base import is_traced
 from optimisers.state import State, check_state
@@ -113,7 +114,8 @@ def _apart(state: State, view: Opened) -> tuple[Sequence[Any], dict[int, Any]]:
     **Raises** `TieError` when two parameters hold one array, which would then be updated twice.
     """
     arrays = view.arrays
-    changed = {state.layout.index[path]: copied(arrays[state.layout.index[path]]) for path in state.detached}
+    places = [state.layout.index[path] for path in state.detached]
+    changed = {at: standing_as(copied(arrays[at]), arrays[at]) for at in places}
     if changed:
         arrays = [changed.get(at, array) for at, array in enumerate(arrays)]
     if len(set(map(id, arrays))) < len(arrays):

@@ -8,7 +8,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from optimisers.backends.arrays import compute_dtype, dtype_name, namespace_of, numpy_dtype, real_dtype, trainable_dtype
+from optimisers.backends.arrays import (
+    array_beside,
+    compute_dtype,
+    dtype_name,
+    namespace_of,
+    numpy_dtype,
+    real_dtype,
+    trainable_dtype,
+)
 from optimisers.backends.base import Batch, check, columns_of, mask_of
 from optimisers.backends.namespace import Namespace, namespace
 from optimisers.errors import HyperparameterError
@@ -219,7 +227,7 @@ def _kept(library: Any, before: Any, value: Any, rows: np.ndarray | None, *, cop
     value = library.astype(library.broadcast_to(value, before.shape), before.dtype, copy=copy)
     if rows is None or tuple(before.shape[:1]) != rows.shape:
         return value
-    return library.where(_beside(library, rows, len(before.shape)), value, before)
+    return library.where(_beside(rows, before), value, before)
 
 
 def moved(
@@ -277,7 +285,7 @@ def _pieces(batch: Batch, at: int, whole: bool) -> Iterator[tuple[Namespace, Any
     rows = _row_mask(batch.live_rows[at], batch.shapes[at])
     g, p = batch.grads[at], batch.params[at]
     if rows is not None:
-        g = library.where(_beside(library, rows, len(p.shape)), g, library.zeros_like(g))
+        g = library.where(_beside(rows, p), g, library.zeros_like(g))
     compute = compute_dtype(batch.dtype)
     dtype = getattr(library, compute)
     slots = [_cast(library, slot, dtype) for slot in batch.slots[at]]
@@ -342,9 +350,9 @@ def wide(array: Any) -> Any:
     return library.astype(array, library.result_type(getattr(library, name)), copy=False)
 
 
-def _beside(library: Any, rows: np.ndarray, ndim: int) -> Any:
-    """A mask of rows that broadcasts against arrays of so many axes."""
-    return library.reshape(library.asarray(rows), (-1, *(1,) * (ndim - 1)))
+def _beside(rows: np.ndarray, array: Any) -> Any:
+    """A mask of rows that broadcasts against an array."""
+    return array_beside(rows.reshape(-1, *(1,) * (len(array.shape) - 1)), array)
 
 
 def _sum(part: Any, gradient: Any, rows: np.ndarray | None) -> Any:
@@ -352,7 +360,7 @@ def _sum(part: Any, gradient: Any, rows: np.ndarray | None) -> Any:
     library = np if isinstance(gradient, (np.ndarray, np.generic)) else namespace_of(gradient)
     live: Any = library.broadcast_to(library.asarray(part), gradient.shape)
     if rows is not None:
-        live = library.where(_beside(library, rows, live.ndim), live, library.zeros_like(live))
+        live = library.where(_beside(rows, gradient), live, library.zeros_like(live))
     return library.sum(live)
 
 

@@ -12,6 +12,7 @@ from optimisers.rules.base import is_traced
 
 __all__ = [
     "Memory",
+    "array_beside",
     "compute_dtype",
     "device_of",
     "dtype_name",
@@ -127,6 +128,17 @@ def compute_dtype(name: str) -> str:
     return "float32" if short else name
 
 
+def array_beside(values: np.ndarray, like: Any) -> Any:
+    """An array of NumPy's as one of the library of another array, where that lies; on all devices, where that is distributed."""
+    if isinstance(like, (np.ndarray, np.generic)):
+        return values
+    if library_of(like) != "torch":
+        return namespace_of(like).asarray(values)
+    from optimisers.backends import shards
+
+    return shards.beside(values, like)
+
+
 def real_dtype(name: str) -> str:
     """The dtype of the real part."""
     return {"complex64": "float32", "complex128": "float64", "complex256": "float128", "clongdouble": "longdouble"}.get(name, name)
@@ -205,8 +217,9 @@ def memory_of(array: Any, library: str) -> Memory | None:
     """Where an array lies, for libraries whose arrays may share memory; `None` where identity alone counts."""
     if library == "numpy":
         return Memory(array.__array_interface__["data"][0], array.shape, array.strides, array.itemsize)
-    # A distributed tensor has an address on each process; identity alone is the same on all of them.
-    if library == "torch" and not hasattr(array, "device_mesh"):
+    # A distributed tensor has an address on each process; identity alone is the same on all of them. Some tensors that are made of
+    # others have none.
+    if library == "torch" and not hasattr(array, "device_mesh") and (array.data_ptr() or not array.numel()):
         size = array.element_size()
         return Memory(array.data_ptr(), tuple(array.shape), tuple(stride * size for stride in array.stride()), size)
     return None

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from optimisers.backends.arrays import dtype_name
+from optimisers.backends.arrays import array_beside, dtype_name, numpy_dtype
 
 __all__ = ["NAMESPACES", "Namespace", "namespace"]
 
@@ -74,7 +74,7 @@ class Namespace:
         drawn = random.standard_normal(tuple(like.shape))
         if self._complex(like):
             drawn = (drawn + 1j * random.standard_normal(tuple(like.shape))) / np.sqrt(2)
-        return self._library.asarray(drawn.astype(dtype_name(like)))
+        return array_beside(drawn.astype(numpy_dtype(dtype_name(like))), like)
 
     def round_at_random(self, x: Any, bits: int, key: tuple[Any, ...]) -> Any:
         """Real numbers rounded at random to a neighbour with so many bits of precision, told by the key alone."""
@@ -92,13 +92,13 @@ class Namespace:
 
     def _uniform(self, like: Any, key: tuple[Any, ...]) -> Any:
         drawn = np.random.default_rng([int(part) for part in key]).random(tuple(like.shape))
-        return self._library.asarray(drawn.astype(dtype_name(like)))
+        return array_beside(drawn.astype(numpy_dtype(dtype_name(like))), like)
 
     def where(self, condition: Any, x: Any, y: Any) -> Any:
         """x where the condition holds, else y."""
         x, y = self._arrays(x, y)
         if not hasattr(condition, "dtype"):
-            condition = self._library.asarray(bool(condition))
+            condition = array_beside(np.asarray(bool(condition)), x)
         return self._library.where(condition, x, y)
 
     def minimum(self, x: Any, y: Any) -> Any:

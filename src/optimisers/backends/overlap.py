@@ -68,16 +68,17 @@ def _extents(arrays: Sequence[Any], batch: Batch, addresses: np.ndarray | None, 
         if "bytes" not in batch.plan:
             batch.plan["bytes"] = np.array([array.nbytes for array in arrays], np.int64)
         return addresses[row], addresses[row] + batch.plan["bytes"]
-    if batch.library == "torch" and all(array.is_contiguous() for array in arrays):
-        starts = np.array([array.data_ptr() for array in arrays], np.int64)
-        return starts, starts + np.array([array.nbytes for array in arrays], np.int64)
+    if batch.library == "torch":
+        arrays = [array.to_local() if hasattr(array, "to_local") else array for array in arrays]
+        if all(array.is_contiguous() for array in arrays):
+            starts = np.array([array.data_ptr() for array in arrays], np.int64)
+            return starts, starts + np.array([array.nbytes for array in arrays], np.int64) * (starts != 0)
     bounds = [_bounds(array, batch.library) for array in arrays]
     return np.array([low for low, _ in bounds], np.int64), np.array([high for _, high in bounds], np.int64)
 
 
 def _bounds(array: Any, library: str) -> tuple[int, int]:
-    own = array.to_local() if hasattr(array, "to_local") else array
-    memory = None if isinstance(own, np.generic) or 0 in own.shape else memory_of(own, library)
+    memory = None if isinstance(array, np.generic) or 0 in array.shape else memory_of(array, library)
     return (0, 0) if memory is None else memory.bounds
 
 

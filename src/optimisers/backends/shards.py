@@ -9,7 +9,7 @@ import torch
 
 from optimisers.backends.base import Batch, Runs
 
-__all__ = ["Spread", "local_batch", "reduced", "spread_of", "whole", "zeros"]
+__all__ = ["Spread", "beside", "local_batch", "placed", "reduced", "spread_of", "whole", "zeros"]
 
 
 class Spread(NamedTuple):
@@ -37,6 +37,25 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, spread: Spread) -> Any:
     from torch.distributed.tensor import zeros
 
     return zeros(*shape, dtype=dtype, device_mesh=spread.mesh, placements=spread.placements)
+
+
+def beside(values: np.ndarray, like: Any) -> torch.Tensor:
+    """A tensor of these values on the device of another one; replicated, where that is distributed."""
+    spread = spread_of(like)
+    if spread is None:
+        return torch.asarray(values, device=like.device)
+    from torch.distributed.tensor import DTensor, Replicate
+
+    local = torch.asarray(values, device=like.to_local().device)
+    return DTensor.from_local(local, spread.mesh, [Replicate()] * spread.mesh.ndim, run_check=False)
+
+
+def placed(tensor: Any, like: Any) -> Any:
+    """A tensor, spread as another one is."""
+    spread = spread_of(like)
+    if spread is None or tuple(tensor.placements) == spread.placements:
+        return tensor
+    return tensor.redistribute(spread.mesh, spread.placements)
 
 
 def local_batch(batch: Batch) -> None:

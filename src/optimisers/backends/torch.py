@@ -80,7 +80,7 @@ def _as_expected(batch: Batch) -> bool:
 
 def prepared(batch: Batch) -> Prepared:
     """The tensors of a batch as they are worked on."""
-    if batch.in_place and _contiguous(batch.params) and _contiguous(batch.grads) and all(map(_contiguous, batch.slots)):
+    if batch.in_place and _plain(batch.params) and _plain(batch.grads) and all(map(_plain, batch.slots)):
         return Prepared(batch.params, batch.params, batch.grads, batch.slots, [None] * len(batch.params))
     dtype = getattr(torch, batch.dtype)
     columns: list[list[Any]] = [[] for _ in range(5)]
@@ -90,6 +90,7 @@ def prepared(batch: Batch) -> Prepared:
             order = _order(target, rows is not None)
             own = [slot if batch.in_place else slot.clone() for slot in slots]
             grad = grad if grad.dtype.is_complex == dtype.is_complex else grad.to(dtype)
+            grad = grad.resolve_conj().resolve_neg() if grad.data_ptr() else grad.clone()
             work = [each if order is None else each.permute(order) for each in (target, grad, *own)]
             new = [each.contiguous() for each in work]
             for column, value in zip(columns, (target, new[0], new[1], tuple(new[2:]), order), strict=True):
@@ -98,8 +99,10 @@ def prepared(batch: Batch) -> Prepared:
     return Prepared(targets, params, grads, slots, orders)
 
 
-def _contiguous(tensors: Sequence[torch.Tensor]) -> bool:
-    return all(map(torch.Tensor.is_contiguous, tensors))
+def _plain(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether tensors hold their values, one after another. Gradients may be others' conjugated, or zeros without memory."""
+    lazy = any(map(torch.Tensor.is_neg, tensors)) or any(map(torch.Tensor.is_conj, tensors))
+    return all(map(torch.Tensor.is_contiguous, tensors)) and all(map(torch.Tensor.data_ptr, tensors)) and not lazy
 
 
 def _order(tensor: torch.Tensor, rows: bool) -> tuple[int, ...] | None:
@@ -368,6 +371,11 @@ def _write(targets: list[list[torch.Tensor]], new: list[Any], wave: _Wave) -> No
 
 def _run_whole(batch: Batch, length: int, step: bool) -> tuple[list[Any], list[tuple[Any, ...]]]:
     new, slots = array_api.run(batch, length, step=step)
+    new = [shards.placed(each, old) for each, old in zip(new, batch.params, strict=True)]
+    slots = [
+        tuple([shards.placed(each, old) for each, old in zip(some, before, strict=True)])
+        for some, before in zip(slots, batch.slots, strict=True)
+    ]
     if not step:
         return new, slots
     if not batch.in_place:

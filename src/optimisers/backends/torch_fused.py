@@ -30,7 +30,10 @@ def prepare(batch: Batch) -> None:
     # Those of the slots are not kept between steps: a tensor can be given other memory and stay the same object.
     for at, column in enumerate(zip(*prepared.slots, strict=True)):
         addresses[2 + at] = _addresses(column)
-    batch.prepared = prepared._replace(addresses=addresses)
+    # Tensors that are made of others have no memory of their own.
+    empty = np.array([0 in shape for shape in batch.shapes])
+    if addresses[:, ~empty].all():
+        batch.prepared = prepared._replace(addresses=addresses)
 
 
 def _addresses(tensors: Sequence[torch.Tensor]) -> np.ndarray:
@@ -44,7 +47,7 @@ def decide(batch: Batch, member: int) -> None:
 
 def sums(batch: Batch, member: int) -> Sequence[np.ndarray]:
     """The sums of one member's measure, in float64."""
-    found = numba.sums_in_one_pass(batch, member)
+    found = None if batch.prepared.addresses is None else numba.sums_in_one_pass(batch, member)
     return lists.sums(batch, member) if found is None else reduced(found, batch)
 
 
@@ -52,6 +55,6 @@ def run(batch: Batch, length: int, *, step: bool) -> tuple[list[Any], list[tuple
     """Run the first members in one pass."""
     if not step and not any(member.slots for member in batch.program.members[:length]):
         return batch.prepared.given
-    if not numba.run_in_one_pass(batch, length, step=step):
+    if batch.prepared.addresses is None or not numba.run_in_one_pass(batch, length, step=step):
         return lists.run(batch, length, step=step)
     return finish(batch, step=step)

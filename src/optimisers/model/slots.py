@@ -78,7 +78,9 @@ def _places(program: Program) -> list[tuple[str, str, Slot]]:
 
 def copied(array: Any) -> Any:
     """A contiguous copy."""
-    return np.array(array, order="C") if isinstance(array, np.ndarray) else namespace_of(array).asarray(array, copy=True)
+    if isinstance(array, np.ndarray):
+        return np.array(array, order="C")
+    return namespace_of(array).asarray(array.detach() if hasattr(array, "detach") else array, copy=True)
 
 
 def copied_as(array: Any, dtype: str, library: str) -> Any:
