@@ -388,21 +388,6 @@ def test_one_cycle_turns_the_momentum_of_adam() -> None:
     assert {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"} <= optimizer.param_groups[0].keys()
 
 
-def test_a_scheduler_never_drops_the_addresses_of_the_slots() -> None:
-    """They are what the compiled pass keeps; to find them anew takes as long as a step on many small parameters."""
-    model = _net()
-    optimizer = Optimizer(model, op.AdamW(1e-2))
-    _train(model, optimizer, 1)
-    state = optimizer.op_state
-    optimizer.param_groups[0]["lr"] = 0.5
-    assert optimizer.op_state is not state
-    assert optimizer.op_state.addresses is state.addresses
-    assert optimizer.op_state.layout is state.layout
-
-
-# Scaling --------------------------------------------------------------------------------------------------------------
-
-
 def test_a_step_that_the_scaler_skips_leaves_counts_and_parameters() -> None:
     model = _net()
     optimizer = Optimizer(model, op.Adam(1e-2))

@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 
 from optimisers.errors import HyperparameterError, StateError
 from optimisers.model.layout import Parameter
-from optimisers.model.select import Selector, as_selector, matching
+from optimisers.model.select import Selector, as_selector, check_names, matching
 from optimisers.rules.base import FROM_OPTAX, Rule, is_of_optax
 
 __all__ = ["RuleFor", "RuleOf", "assign", "check_kind", "check_selectors", "chooser"]
@@ -42,6 +42,14 @@ def check_kind(rule: Any, caller: str) -> None:
         if not isinstance(each, Rule):
             shown = repr(each) if len(repr(each)) < 40 else f"a {type(each).__name__}"
             raise HyperparameterError(f"{key!r}: {shown} is not a rule; the rules come first, then the model")
+    if type(rule).__module__.startswith("torch.optim") or getattr(rule, "__module__", "").startswith("torch.optim"):
+        name = getattr(rule, "__name__", type(rule).__name__)
+        raise HyperparameterError(
+            f"{caller} takes a rule, and this is PyTorch's own {name}; take one of optimisers, or go on with the state of an "
+            "optimizer that is running: from_torch, in optimisers.interop.torch_import"
+        )
+    if isinstance(rule, type):
+        raise HyperparameterError(f"{caller} takes a rule, and {rule.__name__} is a class of something else")
     if is_of_optax(rule):
         raise HyperparameterError(f"{caller} takes a rule, and this is a transformation of Optax; {FROM_OPTAX}")
     if not isinstance(rule, (Rule, Mapping)) and not callable(rule):
@@ -62,6 +70,7 @@ def check_selectors(rule: RuleFor, records: Sequence[Parameter]) -> None:
         selectors = _selectors(rule)
         used = {_first(selectors, occurrence) for record in records for occurrence in record.occurrences}
         for key in rule:
+            check_names(records, selectors[key])
             if key not in used:
                 matching(records, key)
                 raise StateError(f"the selector {key!r} is never reached: selectors before it match all its parameters; move it up")

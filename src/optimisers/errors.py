@@ -70,8 +70,13 @@ def suggest(name: str, options: Iterable[str]) -> str:
     names = sorted({str(option) for option in options})
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     if near:
-        return f'; did you mean "{near[0]}"?'
+        return f"; did you mean {_quoted(near[0])}?"
     if not names:
         return "; there are none"
-    shown = ", ".join(f'"{option}"' for option in names[:5])
+    shown = ", ".join(map(_quoted, names[:5]))
     return f"; there are {shown}" + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _quoted(name: str) -> str:
+    # Paths whose keys hold dots are spelled with quotes already.
+    return name if '"' in name else f'"{name}"'

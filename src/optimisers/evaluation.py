@@ -13,7 +13,7 @@ from optimisers.rules.averages import Average
 from optimisers.rules.base import Rule, is_traced, member_names
 from optimisers.rules.parameter_free import ScheduleFree
 from optimisers.rules.precision import MixedPrecision
-from optimisers.state import State
+from optimisers.state import State, check_state
 
 __all__ = ["averaged", "evaluation", "training"]
 
@@ -29,6 +29,7 @@ def averaged(state: State, model: Any) -> Any:
 
     Example: see `Average`.
     """
+    check_state(state, "averaged")
     view = open_with(state.layout, model)
     changed = {}
     for at, array in enumerate(view.arrays):
@@ -63,6 +64,7 @@ def evaluation(state: State, model: Any) -> tuple[State, Any]:
         >>> bool(np.allclose(again["w"], model["w"]))
         True
     """
+    check_state(state, "evaluation")
     return _moved(state, model, True, lambda beta, y, z: y + (1 - 1 / beta) * (z - y))
 
 
@@ -75,6 +77,7 @@ def training(state: State, model: Any) -> tuple[State, Any]:
 
     Example: see `evaluation`.
     """
+    check_state(state, "training")
     return _moved(state, model, False, lambda beta, x, z: x + (1 - beta) * (z - x))
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from optimisers.backends.array_api import wide
 from optimisers.backends.arrays import compute_dtype, dtype_name, library_of, namespace_of
-from optimisers.backends.base import check_gradient
+from optimisers.backends.base import check_gradient, check_parameter
 from optimisers.errors import GradientError, ShapeError, suggest
 from optimisers.model.layout import Layout, Parameter
 from optimisers.model.paths import Path
@@ -55,7 +55,12 @@ def gather(grads: Any, layout: Layout, model: Opened | None = None) -> list[Any]
     tied: dict[int, list[tuple[Path, View, Any]]] = {}
     for at, path, view, grad in aliases:
         tied.setdefault(at, [(parameters[at].path, SAME, gathered[at])]).append((path, view, grad))
+    if grads is None and model is not None:
+        _check_masks(model)
     for at, parts in tied.items():
+        if model is not None:
+            record = parameters[at]
+            check_parameter(record.path, record.shape, record.dtype, record.library, model.arrays[at], record.device)
         gathered[at] = None if parameters[at].frozen else _summed(parameters[at], parts)
     for at in _silent(layout):
         gathered[at] = None
@@ -70,6 +75,21 @@ def _keeps_gradient(leaf: Any) -> bool:
 def _left_behind(leaf: Any) -> Any:
     """What `backward` has left in the `grad` of a tensor of PyTorch that asks for it."""
     return leaf.grad if library_of(leaf) == "torch" and leaf.requires_grad and leaf.is_leaf else None
+
+
+def _check_masks(model: Opened) -> None:
+    """Check that masked places can be told from others: `backward` adds up what one object gets at all of its places."""
+    for record in model.layout.parameters:
+        if not record.masked or record.frozen:
+            continue
+        seen = {path: model.leaves[model.structure.places[path]] for path in record.paths}
+        live = {id(leaf): path for path, leaf in seen.items() if path not in record.masked}
+        for path in record.masked:
+            if id(seen[path]) in live:
+                raise GradientError(
+                    f"{path} is masked and {live[id(seen[path])]} is not, but both are one Parameter, whose gradients PyTorch adds "
+                    f"up before they can be told apart; take value_and_grad, or call detach() on the weight where {path} is used"
+                )
 
 
 def _silent(layout: Layout) -> list[int]:

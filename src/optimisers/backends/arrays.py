@@ -2,7 +2,7 @@
 
 import sys
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, reduce
 from typing import Any
 
 import array_api_compat
@@ -190,6 +190,21 @@ class Memory:
             else:
                 merged.append((size, stride))
         return tuple(merged)
+
+    @property
+    def overlaps_itself(self) -> bool:
+        """Whether some byte is in two elements. True, too, where it would take long to tell."""
+        reach = self.itemsize - 1
+        for stride, size in sorted((abs(stride), size) for size, stride in zip(self.shape, self.strides, strict=True) if size > 1):
+            if stride <= reach:
+                break
+            reach += (size - 1) * stride
+        else:
+            return False
+        if 0 in self.strides or np.prod(self.shape, dtype=np.int64) > 1_000_000:
+            return True
+        places = reduce(np.add.outer, [np.arange(size) * stride for size, stride in zip(self.shape, self.strides, strict=True)])
+        return bool((np.diff(np.sort(places, axis=None)) < self.itemsize).any())
 
     def overlaps(self, other: "Memory") -> bool:
         """Whether some byte is in both. True, too, where it would take long to tell."""

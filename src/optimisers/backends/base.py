@@ -145,7 +145,8 @@ def check_parameter(path: Any, shape: tuple[int, ...], dtype: str, library: str,
         raise ModelError(f"{_at(path)}: the state was made for {dtype}, but the model holds {dtype_name(param)}; {remedy}")
     if library == "torch" and device is not None and device_of(param, library) != device:
         raise ModelError(
-            f"{_at(path)}: the state was made on {device}, but the model is on {device_of(param, library)}; move one of them"
+            f"{_at(path)}: the state was made on {device}, but the model is on {device_of(param, library)}; move it "
+            "back, or make a state for the moved model"
         )
 
 

@@ -18,6 +18,10 @@ class Spread(NamedTuple):
     mesh: Any
     placements: tuple[Any, ...]
 
+    def __str__(self) -> str:
+        kinds = ", ".join(map(str, self.placements))
+        return f"a mesh of {self.mesh.size()} ({self.mesh.device_type}; {kinds})"
+
     @property
     def type(self) -> str:
         """The type of the devices: `"cpu"`, `"cuda"`."""

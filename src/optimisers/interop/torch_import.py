@@ -9,7 +9,9 @@ import torch
 from optimisers.assignment import assign
 from optimisers.backends.base import check_parameter
 from optimisers.errors import HyperparameterError, ModelError, PathError, ShapeError, StateError, suggest
+from optimisers.interop.torch_groups import name_of
 from optimisers.model.layout import Parameter, slot_dtypes
+from optimisers.model.paths import Path
 from optimisers.model.reading import open_with, parameters_of
 from optimisers.model.trees import opened
 from optimisers.rules.adam import Adam, AdamW, AMSGrad
@@ -122,7 +124,15 @@ def from_torch(
     slots: list[Any] = []
     counts: list[int] = []
     for parameter, (array, entry) in zip(state.parameters, theirs, strict=True):
-        count, kept = _leaf(parameter, array, entry.state, form, state.layout.programs[parameter.group], step)
+        count, kept = _leaf(
+            parameter,
+            array,
+            entry.state,
+            form,
+            state.layout.programs[parameter.group],
+            step,
+            _number(entry.group.get("initial_accumulator_value", 0.0)),
+        )
         counts.append(count)
         slots.append(kept)
     parameters = [parameter._replace(counter=at) for at, parameter in enumerate(state.parameters)]
@@ -177,13 +187,8 @@ def _by_object(groups: Any, module: Any, found: Sequence[tuple[Parameter, Any]])
     seen_as = {path: record.path for record, _ in found for path in record.paths}
     for number, group in enumerate(groups):
         for position, tensor in enumerate(group["params"]):
+            _check_apart(tensor, known, places, seen_as)
             at = known.get(id(tensor))
-            if at is None and id(tensor) in places and places[id(tensor)] in seen_as:
-                path = places[id(tensor)]
-                raise StateError(
-                    f"{path} and {seen_as[path]} lie in the same memory, so they are one parameter here, and the optimiser has "
-                    f"{path} apart; give the module one Parameter at both places"
-                )
             if at is None:
                 name = (group.get("param_names") or {position: f"number {position} of group {number}"})[position]
                 raise StateError(
@@ -191,6 +196,19 @@ def _by_object(groups: Any, module: Any, found: Sequence[tuple[Parameter, Any]])
                     "give the module that it was made for, or its state dict"
                 )
             yield at
+
+
+def _check_apart(tensor: Any, known: Mapping[int, int], places: Mapping[int, Path], seen_as: Mapping[Path, Path]) -> None:
+    """Check that a tensor of an optimiser is no further view of a parameter.
+
+    **Raises** `StateError`.
+    """
+    path = places.get(id(tensor))
+    if id(tensor) not in known and path is not None and path in seen_as:
+        raise StateError(
+            f"{path} and {seen_as[path]} lie in the same memory, so they are one parameter here, and the optimiser has "
+            f"{path} apart; give the module one Parameter at both places"
+        )
 
 
 def _by_order(
@@ -218,12 +236,18 @@ def _by_order(
             f"the state dict has {count} parameters, and the module {len(tensors)}{also}; give the names of those that the "
             "optimiser was given, in their order, with names=…"
         )
-    return [known.get(id(tensor)) for tensor in (tensors if count == len(tensors) else asking)]
+    chosen = tensors if count == len(tensors) else asking
+    leaves, structure = opened(module)
+    places = {id(leaf): path for path, leaf in zip(structure.paths, leaves, strict=True)}
+    seen_as = {path: record.path for record, _ in found for path in record.paths}
+    for tensor in chosen:
+        _check_apart(tensor, known, places, seen_as)
+    return [known.get(id(tensor)) for tensor in chosen]
 
 
 def _finder(found: Sequence[tuple[Parameter, Any]]) -> Callable[[str], int]:
     """The function from PyTorch's name of a parameter to its number, with or without the shells around modules."""
-    numbers = {_spelled(path): at for at, (record, _) in enumerate(found) for path in record.paths}
+    numbers = {name_of(path): at for at, (record, _) in enumerate(found) for path in record.paths}
 
     def find(name: str) -> int:
         bare = ".".join(part for part in name.split(".") if part != _SHELLS[0])
@@ -233,10 +257,6 @@ def _finder(found: Sequence[tuple[Parameter, Any]]) -> Callable[[str], int]:
         raise PathError(f'the optimiser has a parameter "{name}", the module has none there{suggest(name, numbers)}')
 
     return find
-
-
-def _spelled(path: Any) -> str:
-    return ".".join(map(str, path))
 
 
 # Kinds and rules ------------------------------------------------------------------------------------------------------
@@ -316,7 +336,7 @@ def _number(value: Any) -> Any:
 
 
 def _leaf(
-    parameter: Parameter, array: Any, state: Mapping[str, Any], form: _Kind, program: Program, step: int | None
+    parameter: Parameter, array: Any, state: Mapping[str, Any], form: _Kind, program: Program, step: int | None, initial: float
 ) -> tuple[int, tuple[Any, ...] | None]:
     """The count of a parameter and its slots, `None` before its first step."""
     if form.counted:
@@ -325,6 +345,10 @@ def _leaf(
         # Without a buffer, the next step is as a first one.
         begun = all(state.get(form.slots[name]) is not None for name, _ in program.slots)
         count = 0 if not begun or not state else 1 if step is None else step
+    if form.rule is AdaGrad and count == 0 and "sum" in state:
+        # It is there from the start, and need not be what the group says, which the rule adds at the first step.
+        own = state["sum"].detach() - initial
+        return 0, (own,) if own.any() else None
     if count == 0:
         return 0, None
     kept = []
@@ -425,7 +449,7 @@ def _written(state: State, module: Any) -> tuple[str, list[dict[str, Any]], dict
         raise StateError("the state has no parameters, and an optimiser of PyTorch needs some")
     if state.detached:
         raise StateError(f"{next(iter(state.detached))} was untied and has no array of its own before the next step; take it first")
-    named = [_options(rule.at(state.step)) for rule in map(_shown, state.rules)]
+    named = [_options(rule.at(state.step)) for rule in state.rules]
     first = named[0][0]
     for rule, (name, _) in zip(state.rules, named, strict=True):
         if name != first:
@@ -442,20 +466,11 @@ def _written(state: State, module: Any) -> tuple[str, list[dict[str, Any]], dict
                 f"{path} has {'frozen rows' if parameter.frozen_rows else 'masked places'}, which no optimiser of PyTorch knows"
             )
         options = groups[parameter.group]
-        options["params"].append((_spelled(path), tensor))
-        if tensor.is_complex() and not all(slot.is_complex() for slot in leaf.slots.values()):
-            raise StateError(
-                f"{path}: for complex parameters PyTorch keeps squares of the real and the imaginary part, and the state here one "
-                "of the absolute value"
-            )
-        own = _state_of(leaf.slots, int(leaf.step), _KINDS[first], tensor, options)
+        options["params"].append((name_of(path), tensor))
+        own = _state_of(path, leaf.slots, int(leaf.step), _KINDS[first], tensor, options)
         if own:
             states[tensor] = own
     return first, groups, states
-
-
-def _shown(rule: Rule) -> Rule:
-    return rule if len(rule.members) > 1 else rule.members[0] if rule.members else rule
 
 
 _PLAIN: Mapping[type, str] = {Descent: "SGD", Momentum: "SGD", Nesterov: "SGD", AMSGrad: "Adam"}
@@ -479,8 +494,13 @@ def _options(rule: Rule) -> tuple[str, dict[str, Any]]:
     return name, options
 
 
-def _state_of(slots: Mapping[str, Any], count: int, kind: _Kind, tensor: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """What PyTorch keeps for one parameter; nothing before its first step."""
+def _state_of(
+    path: Path, slots: Mapping[str, Any], count: int, kind: _Kind, tensor: Any, options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What PyTorch keeps for one parameter; nothing before its first step, but for Adagrad's sum."""
+    if count == 0 and kind.rule is AdaGrad:
+        start = torch.full_like(tensor, options["initial_accumulator_value"], requires_grad=False)
+        return {"step": torch.tensor(0.0), "sum": start + slots["total"] if slots else start}
     if count == 0:
         return {}
     own: dict[str, Any] = {}
@@ -493,7 +513,8 @@ def _state_of(slots: Mapping[str, Any], count: int, kind: _Kind, tensor: Any, op
         plain = name.rpartition(".")[2]
         if tensor.is_complex() and not slot.is_complex():
             raise StateError(
-                "for complex parameters PyTorch keeps squares of the real and the imaginary part, the state here one of both"
+                f"{path}: for complex parameters PyTorch keeps squares of the real and the imaginary part, and the state here one "
+                "of the absolute value"
             )
         own[kind.slots[plain]] = torch.empty_like(tensor, requires_grad=False).copy_(slot)
     return own

@@ -8,11 +8,14 @@ import difflib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
+from optimisers.backends.arrays import library_of
 from optimisers.errors import PathError, suggest
+from optimisers.model.jax_nodes import is_node
 from optimisers.model.layout import Parameter
 from optimisers.model.paths import Path, Pattern
+from optimisers.model.torch_nodes import is_module
 
-__all__ = ["Selectable", "Selector", "as_selector", "matching", "name", "ndim", "path", "where", "within"]
+__all__ = ["Selectable", "Selector", "as_selector", "check_names", "matching", "name", "ndim", "path", "where", "within"]
 
 
 class Selector:
@@ -23,10 +26,22 @@ class Selector:
     path("encoder") & ~name("bias")
     """
 
-    def __init__(self, test: Callable[[Parameter], bool], shown: str, *, compound: bool = False) -> None:
+    def __init__(
+        self,
+        test: Callable[[Parameter], bool],
+        shown: str,
+        *,
+        compound: bool = False,
+        pattern: Any = None,
+        names: "tuple[Selector, ...] | None" = None,
+    ) -> None:
         self._test = test
         self._shown = shown
         self._compound = compound
+        self.pattern = pattern
+        """The path or glob that it is."""
+        self.names = (self,) if names is None else names
+        """The selectors in it that name something of the model, and so have to match something."""
 
     def selects(self, parameter: Parameter) -> bool:
         """Whether a parameter is chosen."""
@@ -41,10 +56,10 @@ class Selector:
         return self._joined("&", second, lambda parameter: self.selects(parameter) and second.selects(parameter))
 
     def __invert__(self) -> "Selector":
-        return Selector(lambda parameter: not self.selects(parameter), f"~{self._grouped}")
+        return Selector(lambda parameter: not self.selects(parameter), f"~{self._grouped}", names=self.names)
 
     def _joined(self, sign: str, other: "Selector", test: Callable[[Parameter], bool]) -> "Selector":
-        return Selector(test, f"{self._grouped} {sign} {other._grouped}", compound=True)
+        return Selector(test, f"{self._grouped} {sign} {other._grouped}", compound=True, names=self.names + other.names)
 
     @property
     def _grouped(self) -> str:
@@ -61,7 +76,7 @@ def path(pattern: "str | int | tuple[Any, ...]") -> Selector:
     """By path: the parameter there, or all those below it. `*` and `?` stand within a key, `**` for any number of keys."""
     matcher = Pattern(pattern if isinstance(pattern, str) else Path(pattern))
     shown = pattern if isinstance(pattern, str) else str(Path(pattern))
-    return Selector(lambda parameter: any(map(matcher.matches, parameter.paths)), f'path("{shown}")')
+    return Selector(lambda parameter: any(map(matcher.matches, parameter.paths)), f'path("{shown}")', pattern=pattern)
 
 
 def name(*names: Any) -> Selector:
@@ -81,7 +96,7 @@ def within(*types: type) -> Selector:
 
 def ndim(count: int) -> Selector:
     """By the number of axes: `ndim(1)` for vectors."""
-    return Selector(lambda parameter: parameter.ndim == count, f"ndim({count})")
+    return Selector(lambda parameter: parameter.ndim == count, f"ndim({count})", names=())
 
 
 def where(predicate: Callable[[Parameter], bool]) -> Selector:
@@ -102,7 +117,7 @@ def where(predicate: Callable[[Parameter], bool]) -> Selector:
                 f'"{error.name}", and not the model; a branch is selected by its path'
             ) from error
 
-    return Selector(holds, f"where({name})")
+    return Selector(holds, f"where({name})", names=())
 
 
 def as_selector(wish: Selectable) -> Selector:
@@ -116,31 +131,48 @@ def as_selector(wish: Selectable) -> Selector:
         return path(wish)
     if isinstance(wish, type):
         return within(wish)
-    if callable(wish):
-        return where(wish)
     if isinstance(wish, (list, set, frozenset)):
         parts = [as_selector(each) for each in wish]
-        return Selector(lambda parameter: any(part.selects(parameter) for part in parts), f"[{', '.join(map(str, parts))}]")
+        names = tuple([each for part in parts for each in part.names])
+        shown = f"[{', '.join(map(str, parts))}]"
+        return Selector(lambda parameter: any(part.selects(parameter) for part in parts), shown, names=names)
+    if wish is not None and (is_module(type(wish)) or is_node(wish) or library_of(wish)):
+        kind = f"an array of {library_of(wish)}" if library_of(wish) else f"a {type(wish).__name__}"
+        raise PathError(f"{kind} selects nothing: give the path of the branch or the parameter, as the state shows it")
+    if callable(wish):
+        return where(wish)
     raise PathError(f"{wish!r} selects nothing: give a path, a glob, a type, a function of the parameter, or a list of these")
 
 
 def matching(parameters: Sequence[Parameter], wish: Selectable) -> list[int]:
     """The numbers of the parameters that are selected.
 
-    **Raises** `PathError` when there are none, with the nearest path.
+    **Raises** `PathError` when there are none, or a path, name or type in a combination matches none, with the nearest path.
     """
     selector = as_selector(wish)
+    check_names(parameters, selector)
     found = [at for at, parameter in enumerate(parameters) if selector.selects(parameter)]
     if not found:
-        raise PathError(f"no parameter matches {_shown(wish, selector)}{_nearest(parameters, wish)}")
+        raise PathError(f"no parameter matches {_shown(selector)}{_nearest(parameters, selector.pattern)}")
     return found
 
 
-def _shown(wish: Selectable, selector: Selector) -> str:
-    return f'"{wish if isinstance(wish, str) else Path(wish)}"' if isinstance(wish, (str, tuple, int)) else str(selector)
+def check_names(parameters: Sequence[Parameter], selector: Selector) -> None:
+    """Check that whatever a combination names is there, or a typo would go unnoticed.
+
+    **Raises** `PathError`.
+    """
+    for each in selector.names:
+        if each is not selector and not any(map(each.selects, parameters)):
+            raise PathError(f"no parameter matches {_shown(each)}, in {selector}{_nearest(parameters, each.pattern)}")
 
 
-def _nearest(parameters: Sequence[Parameter], wish: Selectable) -> str:
+def _shown(selector: Selector) -> str:
+    wish = selector.pattern
+    return str(selector) if wish is None else f'"{wish if isinstance(wish, str) else Path(wish)}"'
+
+
+def _nearest(parameters: Sequence[Parameter], wish: Any) -> str:
     """The pattern with each unknown key replaced by the nearest known one, if that matches; else the nearest path."""
     if not isinstance(wish, (str, tuple)) or not parameters:
         return "" if parameters else "; the state has no parameters"

@@ -177,7 +177,7 @@ def _described(cluster: list[_Seen]) -> list[tuple[int, View]]:
 
 
 def _check_self_overlap(path: Path, memory: Memory) -> None:
-    if 0 in memory.strides and any(stride == 0 and size > 1 for size, stride in zip(memory.shape, memory.strides, strict=True)):
+    if memory.overlaps_itself:
         raise TieError(f"{path}: several elements of this array share one place in memory (it was broadcast); copy it")
 
 

@@ -163,8 +163,7 @@ def _too_deep(model: Any) -> str:
 
 
 def _children(node: Any) -> list[tuple[Hashable, Any]]:
-    children, _ = optree.tree_flatten(node, is_leaf=lambda each: each is not node, none_is_leaf=True, namespace=NAMESPACE)
-    if len(children) == 1 and children[0] is node:
+    if optree.tree_is_leaf(node, none_is_leaf=True, namespace=NAMESPACE):
         return []
-    paths = optree.tree_paths(node, is_leaf=lambda each: each is not node, none_is_leaf=True, namespace=NAMESPACE)
-    return [(path[0], child) for path, child in zip(paths, children, strict=True)][::-1]
+    level = optree.tree_flatten_one_level(node, none_is_leaf=True, namespace=NAMESPACE)
+    return list(zip(level.entries, level.children, strict=True))[::-1]
