@@ -170,26 +170,22 @@ def save_run(rank: int, world: int, folder: str) -> None:
     _go(spread, optimizer, range(3), rank, world)
     optimizer.freeze("layers")
     _go(spread, optimizer, range(3, 4), rank, world)
-    state = optimizer.state_dict()
-    save({"model": spread.state_dict(), "state": state["state"]}, checkpoint_id=f"{folder}/run")
+    save({"model": spread.state_dict(), "optimizer": optimizer}, checkpoint_id=f"{folder}/run")
     optimizer.thaw()
     _go(spread, optimizer, range(4, 6), rank, world)
     found = weights(spread), [leaf.step for leaf in optimizer.op_state.leaves()]
     if rank == 0:
         torch.save(found, f"{folder}/end.pt")
-        torch.save({name: value for name, value in state.items() if name != "state"}, f"{folder}/rest.pt")
     dist.barrier()
 
 
 def load_run(rank: int, world: int, folder: str) -> None:
     """Go on from what another run has saved, on as many processes or on others: frozen parameters have their moments."""
     spread, optimizer = _start(world)
-    optimizer.thaw()
-    _go(spread, optimizer, range(1), rank, world)  # so that there are slots to read into
-    model, state = spread.state_dict(), optimizer.state_dict()["state"]
-    load({"model": model, "state": state}, checkpoint_id=f"{folder}/run")
-    spread.load_state_dict(model)
-    optimizer.load_state_dict({"state": state, **torch.load(f"{folder}/rest.pt", weights_only=True)})
+    optimizer.allocate()  # so that there are slots to read into
+    read = {"model": spread.state_dict(), "optimizer": optimizer}
+    load(read, checkpoint_id=f"{folder}/run")
+    spread.load_state_dict(read["model"])
     assert [leaf.frozen for leaf in optimizer.op_state.leaves()].count(True) == 4
     optimizer.thaw()
     _go(spread, optimizer, range(4, 6), rank, world)

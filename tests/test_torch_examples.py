@@ -1,6 +1,8 @@
 """The examples for PyTorch do what they show."""
 
 import io
+import json
+import re
 import runpy
 from collections.abc import Callable
 from contextlib import redirect_stdout
@@ -95,7 +97,7 @@ def _what_is_frozen_does_not_move_in_any_bit(phases: dict[str, Any]) -> None:
     moved = [_moved(before, after) for before, after in pairwise(weights)]
     assert moved == [everything, everything - trunk, everything - first, everything]
     before, after = phases["pretrain on"].optimizer, phases["trunk frozen"].optimizer
-    assert {*after["frozen"]} == trunk
+    assert {*json.loads(after["document"])["frozen"]} == trunk
     for name in trunk:
         assert "mu" in after["state"][name]
         assert not _moved(before["state"][name], after["state"][name])
@@ -118,7 +120,7 @@ def _what_was_thawed_late_has_taken_fewer_steps(phases: dict[str, Any]) -> None:
 def _the_tied_head_is_one_parameter(phases: dict[str, Any]) -> None:
     for phase in phases.values():
         assert phase.weights["head.weight"].data_ptr() == phase.weights["embed.weight"].data_ptr()
-        assert phase.optimizer["ties"] == {"embed.weight": ["head.weight"]}
+        assert json.loads(phase.optimizer["document"])["ties"] == {"embed.weight": ["head.weight"]}
         assert "head.weight" not in phase.optimizer["state"]
 
 
@@ -177,3 +179,12 @@ def test_the_example_with_transformers_does_what_it_shows(snapshots: list[dict[s
     assert losses[-1] < losses[0]
     assert "tied: lm_head.weight" in printed
     assert not [*tmp_path.iterdir()]
+
+
+def test_what_the_page_shows_of_the_examples_stands_in_them() -> None:
+    page = (EXAMPLES.parent / "docs" / "pytorch.md").read_text()
+    blocks = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if ">>>" not in block]
+    examples = {line.strip() for each in EXAMPLES.glob("with_*.py") for line in each.read_text().splitlines()}
+    assert len(blocks) == 2
+    for block in blocks:
+        assert {line.strip() for line in block.splitlines()} <= examples

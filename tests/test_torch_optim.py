@@ -2,6 +2,7 @@
 
 import copy
 import io
+import json
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,6 +14,7 @@ from torch.optim import lr_scheduler
 
 import optimisers as op
 from optimisers.errors import HyperparameterError, ModelError, PathError, StateError
+from optimisers.interop.torch_import import from_torch
 from optimisers.interop.torch_optim import Optimizer
 from optimisers.schedules import Linear
 from tests.conftest import RULES, leaf, trains
@@ -323,6 +325,27 @@ def test_no_group_can_be_added() -> None:
     optimizer.param_groups.append(dict(optimizer.param_groups[0]))
     with pytest.raises(StateError, match="has 1 groups, and param_groups now has 2"):
         optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (lambda group: group.update(params=group["params"][:1]), StateError),
+        (lambda group: group["params"].append(nn.Parameter(torch.ones(1))), StateError),
+        (lambda group: group["params"].reverse(), StateError),
+        (lambda group: group.pop("lr"), HyperparameterError),
+        (lambda group: group.update(lr=torch.ones(2)), HyperparameterError),
+    ],
+)
+def test_what_is_done_to_a_group_beside_its_values_is_an_error(change: Callable[[Any], None], error: type[Exception]) -> None:
+    model = _net()
+    optimizer = Optimizer(model, op.Adam())
+    _backward(model)
+    before = [p.clone() for p in model.parameters()]
+    change(optimizer.param_groups[0])
+    with pytest.raises(error, match=r"param_groups\[0\]"):
+        optimizer.step()
+    assert all(map(torch.equal, before, model.parameters()))
 
 
 # Schedulers -----------------------------------------------------------------------------------------------------------
@@ -741,6 +764,96 @@ def test_a_state_that_does_not_fit_is_an_error_and_changes_nothing(name: str) ->
     assert [{**group, "params": 0} for group in target.param_groups] == [{**group, "params": 0} for group in groups]
 
 
+_FINE = {"lr half"}
+
+
+def _damage() -> dict[str, Callable[[Any], None]]:
+    def at(change: Callable[[Any, Any], None], *keys: Any) -> Callable[[Any], None]:
+        def changed(given: Any) -> None:
+            document = json.loads(given["document"])
+            inside = {**given, **document} if keys[0] in document else given
+            for key in keys[:-1]:
+                inside = inside[key]
+            change(inside, keys[-1])
+            if keys[0] in document:
+                document = {
+                    key: inside[key] if len(keys) == 1 else document[key] for key in document if key in inside or len(keys) > 1
+                }
+                given["document"] = json.dumps(document, default=lambda tensor: tensor.tolist())
+
+        return changed
+
+    def put(value: Any, *keys: Any) -> Callable[[Any], None]:
+        return at(
+            lambda inside, key: inside.update({key: value}) if isinstance(inside, dict) else inside.__setitem__(key, value), *keys
+        )
+
+    def drop(*keys: Any) -> Callable[[Any], None]:
+        return at(lambda inside, key: inside.__delitem__(key), *keys)
+
+    values = {
+        "none": None,
+        "text": "x",
+        "minus": -1,
+        "half": 1.5,
+        "nan": float("nan"),
+        "list": [1],
+        "dict": {"x": 1},
+        "tensor": torch.ones(2),
+    }
+    places = {
+        "version": ("version",),
+        "state": ("state",),
+        "entry": ("state", "0.weight"),
+        "count": ("state", "0.weight", "step"),
+        "slot": ("state", "0.weight", "velocity"),
+        "groups": ("param_groups",),
+        "group": ("param_groups", 0),
+        "params": ("param_groups", 0, "params"),
+        "name": ("param_groups", 0, "params", 0),
+        "rule": ("param_groups", 0, "rule"),
+        "schedules": ("param_groups", 0, "schedules"),
+        "lr": ("param_groups", 0, "lr"),
+        "frozen": ("frozen",),
+        "frozen rows": ("frozen_rows",),
+        "rows": ("frozen_rows", "2.weight"),
+        "masked": ("masked",),
+        "ties": ("ties",),
+        "own": ("own",),
+        "document": ("document",),
+        "step": ("step",),
+        "memory": ("memory",),
+    }
+    found = {f"{place} {kind}": put(value, *keys) for place, keys in places.items() for kind, value in values.items()}
+    kept = ("name", "lr", "rows")
+    found |= {f"{place} gone": drop(*keys) for place, keys in places.items() if place not in kept}
+    found["frozen unknown"] = put(["wieght"], "frozen")
+    found["masked unknown"] = put(["wieght"], "masked")
+    found["own unknown"] = put({"wieght": {}}, "own")
+    found["own of no hyperparameter"] = put({"0.weight": {"rl": 1.0}}, "own")
+    found["ties unknown"] = put({"wieght": ["0.weight"]}, "ties")
+    found["params empty"] = put([], "param_groups", 0, "params")
+    found["rows backwards"] = put({"2.weight": [[2, 1]]}, "frozen_rows")
+    found["rows beyond"] = put({"2.weight": [[0, 99]]}, "frozen_rows")
+    found["memory unknown"] = put({"adam": {"x": 1.0}}, "memory")
+    return {name: change for name, change in found.items() if name not in _FINE}
+
+
+@pytest.mark.parametrize("name", _damage())
+def test_a_damaged_state_dict_is_an_error_and_changes_nothing(name: str) -> None:
+    model = _net()
+    optimizer = Optimizer(model, op.SGD(0.1, momentum=0.9))
+    optimizer.freeze("2.weight", rows=[0])
+    _train(model, optimizer, 1)
+    given = _through_a_file(optimizer.state_dict())
+    _damage()[name](given)
+    before, groups = copy.deepcopy(optimizer.op_state), [{**group, "params": 0} for group in optimizer.param_groups]
+    with pytest.raises(StateError, match=r"the state dict|it lacks|rows of it are frozen"):
+        optimizer.load_state_dict(given)
+    assert optimizer.op_state == before
+    assert [{**group, "params": 0} for group in optimizer.param_groups] == groups
+
+
 def test_a_broken_tie_is_an_error() -> None:
     source, target = Optimizer(_language(), op.Adam()), Optimizer(_language(tied=False), op.Adam())
     with pytest.raises(StateError, match=r"embed\.weight and head\.weight as one parameter, the module has embed\.weight alone"):
@@ -782,6 +895,86 @@ def test_schedules_are_code_and_go_on_after_loading() -> None:
     optimizer.param_groups[0]["lr"] = 0.125
     other.load_state_dict(optimizer.state_dict())
     assert other.op_state.rules == (op.Adam(0.125),)
+
+
+def test_an_optimizer_goes_on_from_a_state() -> None:
+    model, other = _net(), _net()
+    theirs, again = (
+        torch.optim.AdamW([{"params": each[0].parameters(), "lr": 0.1}, {"params": each[2].parameters()}], 0.01)
+        for each in (model, other)
+    )
+    _train(model, theirs, 3)
+    _train(other, again, 3)
+    optimizer = Optimizer(model, from_torch(theirs, model))
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.01]
+    _train(model, optimizer, 3, first=3)
+    _train(other, again, 3, first=3)
+    _assert_same(model, other)
+    state = optimizer.op_state.freeze("0")
+    asleep = Optimizer(model, state, sync_requires_grad=True)
+    assert not model.get_parameter("0.weight").requires_grad
+    asleep.thaw()
+    assert model.get_parameter("0.weight").requires_grad
+
+
+def test_a_state_that_cannot_go_on_is_refused() -> None:
+    model = _language()
+    state = op.setup(op.Adam(), model)
+    with pytest.raises(StateError, match="a state itself tells what is frozen"):
+        Optimizer(model, state, frozen="trunk")
+    with pytest.raises(StateError, match=r"head\.weight was untied"):
+        Optimizer(model, state.untie("head.weight"))
+    with pytest.raises(ModelError, match="the state has a parameter at"):
+        Optimizer(_net(), state)
+    _backward(model)
+    op.update_(state, model)
+    with pytest.raises(StateError, match="update_ has written into the slots of this state"):
+        Optimizer(model, state)
+
+
+def test_slots_are_freed_and_started_afresh_on_request() -> None:
+    model = _net()
+    optimizer = Optimizer(model, op.Adam(0.1))
+    _train(model, optimizer, 2)
+    optimizer.reset("0.weight")
+    assert (leaf(optimizer.op_state, "0.weight").step, leaf(optimizer.op_state, "0.bias").step) == (0, 2)
+    optimizer.freeze("2")
+    optimizer.drop("2")
+    assert not leaf(optimizer.op_state, "2.weight").slots
+    optimizer.allocate()
+    assert all(each.slots for each in optimizer.op_state.leaves())
+    with pytest.raises(StateError, match=r"0\.weight is live"):
+        optimizer.drop("0")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torch_distributed_checkpoint_takes_the_optimizer_itself(tmp_path: Any) -> None:
+    from torch.distributed.checkpoint.state_dict_loader import load
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    rules = _decaying()
+    model = _net()
+    optimizer = Optimizer(model, rules, frozen="0")
+    _train(model, optimizer, 2)
+    optimizer.thaw("0.weight")
+    _train(model, optimizer, 1)
+    optimizer.freeze("0")
+    optimizer.freeze("2.weight", rows=[0])
+    optimizer.adjust("2.bias", lr=0.5)
+    optimizer.allocate()
+    save({"optimizer": optimizer}, checkpoint_id=tmp_path, no_dist=True)
+    other = Optimizer(_net(), rules, frozen="0")
+    before = copy.deepcopy(other.op_state)
+    with pytest.raises(StateError, match=r"missing: 0\.weight\.mu, 0\.weight\.nu"):
+        load({"optimizer": other}, checkpoint_id=tmp_path, no_dist=True)
+    assert other.op_state.parameters == before.parameters
+    other.allocate()
+    load({"optimizer": other}, checkpoint_id=tmp_path, no_dist=True)
+    state = optimizer.op_state
+    for mine, theirs in zip(other.op_state.leaves(), state.leaves(), strict=True):
+        for what in ("step", "frozen", "frozen_rows", "rule"):
+            assert getattr(mine, what) == getattr(theirs, what)
+        assert all(torch.equal(mine.slots[name], slot) for name, slot in theirs.slots.items())
 
 
 # Copies ---------------------------------------------------------------------------------------------------------------
@@ -852,6 +1045,9 @@ def test_the_state_can_be_looked_at_by_tensor_but_not_put() -> None:
     assert (own["step"], own["mu"] is leaf(optimizer.op_state, "0.weight").slots["mu"]) == (2, True)
     with pytest.raises(StateError, match="op_state"):
         optimizer.state = {model[0].weight: {}}
+    entry: Any = own
+    with pytest.raises(TypeError):
+        entry["mu"] = torch.zeros(8, 4)
 
 
 def test_an_optimizer_is_shown_with_its_groups() -> None:

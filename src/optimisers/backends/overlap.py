@@ -26,17 +26,33 @@ def untangle(batches: Sequence[Batch]) -> None:
     filled = np.flatnonzero(starts < ends)
     order = filled[np.argsort(starts[filled])]
     starts, ends = starts[order], ends[order]
-    for at in np.flatnonzero(ends[:-1] > starts[1:])[:1]:
-        paths = [path for batch in batches for path in batch.paths]
-        path, other = paths[order[at]], paths[order[at + 1]]
-        raise TieError(f"{path} and {other} lie in the same memory now, but were two parameters when the state was made; copy one")
+    ends = np.maximum.accumulate(ends)
+    if (ends[:-1] > starts[1:]).any():
+        _check_apart(batches, order, starts)
     for batch in batches:
         lows, highs = _read(batch)
-        # Of the parameters that start before a gradient ends, the last ends last.
+        # How far the parameters reach that start before a gradient ends.
         before = np.searchsorted(starts, highs)
         reaching = np.concatenate([[-1], ends])[before] > lows
         for at in np.flatnonzero(reaching & (lows < highs)):
             _copy_gradient(batch, int(at))
+
+
+def _check_apart(batches: Sequence[Batch], order: np.ndarray, starts: np.ndarray) -> None:
+    """Check that no two parameters share an element. Their extents may overlap: so do those of columns of one array."""
+    known = [
+        (path, memory_of(param.to_local() if hasattr(param, "to_local") else param, batch.library))
+        for batch in batches
+        for path, param in zip(batch.paths, batch.params, strict=True)
+    ]
+    for first, at in enumerate(order):
+        path, memory = known[at]
+        last = np.searchsorted(starts, memory.bounds[1]) if memory else first
+        for other, theirs in (known[each] for each in order[first + 1 : last]):
+            if memory and theirs and memory.overlaps(theirs):
+                raise TieError(
+                    f"{path} and {other} lie in the same memory now, but were two parameters when the state was made; copy one"
+                )
 
 
 def _own_their_memory(batches: Sequence[Batch]) -> bool:

@@ -153,6 +153,11 @@ class Groups:
         self.rules, self._parts = rules, None
         self.own = {path: values for path, values in own.items() if values}
 
+    def apart(self, at: int) -> str:
+        """Which hyperparameters of a group some of its parameters have for themselves, as the tail of a line."""
+        own = [values for path, values in self.own.items() if self.owner[path] == at]
+        return f"; {len(own)} of them with their own {', '.join(sorted(set().union(*own)))}" if own else ""
+
     def reordered(self, order: Sequence[int], rules: Sequence[Rule], own: Mapping[Path, dict[str, Any]]) -> None:
         """Stand in another order, with other rules."""
         self.members = [self.members[at] for at in order]
@@ -206,7 +211,7 @@ def with_hyperparameters(rule: Rule, changes: Mapping[str, Any]) -> Rule:
         if key not in keys:
             raise HyperparameterError(f'{rule!r} has no hyperparameter "{key}"{suggest(key, keys)}')
         member, name = keys[key]
-        nested[member][name] = value
+        nested[member][name] = _plain(key, value)
     return rule.adjusted(**nested) if nested else rule
 
 

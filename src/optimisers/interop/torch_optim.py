@@ -278,7 +278,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         groups = [
-            f"  {at}: {len(group['params'])} parameter{'s' * (len(group['params']) != 1)}, {rule!r}"
+            f"  {at}: {len(group['params'])} parameter{'s' * (len(group['params']) != 1)}, {rule!r}{self._inner.groups.apart(at)}"
             for at, (group, rule) in enumerate(zip(self.param_groups, self._inner.groups.rules, strict=True))
         ]
         return "\n".join([f"Optimizer({self._inner.state!r}", *groups, ")"])
@@ -288,8 +288,9 @@ class Optimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """All that the optimizer has learnt, by name. The tensors are those of the state, so the next step writes into them.
 
-        - `state`: for each parameter its slots, and `step`; `ties`: its other names; `own`: hyperparameters that do not follow
-          its group; `frozen`, `frozen_rows`, `masked`.
+        - `state`: for each parameter its slots, and `step`.
+        - `document`, in JSON: `frozen`, `frozen_rows`, `masked`; `ties`: other names of parameters; `own`: hyperparameters that do
+          not follow the group.
         - `param_groups`: for each group the names under `params`, the hyperparameters, and what schedulers keep there.
         - `step`, `memory`: the count that schedules read, and what rules keep for the whole tree.
         """

@@ -1,5 +1,6 @@
 """The state of an optimizer of PyTorch as a dict by name: `state_dict`, and what `load_state_dict` reads."""
 
+import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -33,7 +34,7 @@ _SHOWN = 12
 def written(state: State, groups: Groups, entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The state dict of a state and of its groups.
 
-    What is no tensor stands in lists, since checkpointers look into dicts and read only the entries that they know.
+    What need not have the same entries in another run is one text, since checkpointers read only entries that they know of before.
     """
     records = [(name_of(record.path), record) for record in state.parameters]
     groups_out = []
@@ -42,15 +43,18 @@ def written(state: State, groups: Groups, entries: Sequence[Mapping[str, Any]]) 
         rest = {key: value for key, value in entry.items() if key not in RESERVED}
         moving = [key for key, value in hyperparameters_of(rule).items() if follows_schedule(value)]
         groups_out.append({**rest, "params": names, "rule": _form(rule), "schedules": moving})
+    document = {
+        "frozen": [name for name, record in records if record.frozen],
+        "frozen_rows": {name: record.frozen_rows for name, record in records if record.frozen_rows},
+        "masked": [name_of(path) for _, record in records for path in sorted(record.masked, key=str)],
+        "ties": {name: [name_of(alias.path) for alias in record.aliases] for name, record in records if record.aliases},
+        "own": {name_of(path): hyperparameters_at(values, state.step) for path, values in groups.own.items()},
+    }
     return {
         "version": _VERSION,
         "state": {name: {**leaf.slots, "step": leaf.step} for (name, _), leaf in zip(records, state.leaves(), strict=True)},
         "param_groups": groups_out,
-        "frozen": [name for name, record in records if record.frozen],
-        "frozen_rows": [[name, [list(run) for run in record.frozen_rows]] for name, record in records if record.frozen_rows],
-        "masked": [name_of(path) for _, record in records for path in sorted(record.masked, key=str)],
-        "ties": [[name, [name_of(alias.path) for alias in record.aliases]] for name, record in records if record.aliases],
-        "own": [[name_of(path), hyperparameters_at(values, state.step)] for path, values in groups.own.items()],
+        "document": json.dumps(document),
         "step": state.step,
         "memory": {name: dict(values) for name, values in state.memory.items()},
     }
@@ -73,13 +77,12 @@ class Loaded:
         self._tensors = tensors
         self._given = given
         self._paths = {name_of(path): path for path in tensors}
-        _check_form(given)
-        self._frozen_rows, self._ties, self._own = (dict(given[part]) for part in ("frozen_rows", "ties", "own"))
+        self._document = _checked(given)
         self._check_names()
         self.order = self._find_order()
         self.rules, self.rest = self._read_groups()
         _report({word: list(self._misfits(word)) for word in ("missing", "unexpected", "reshaped")})
-        self.own = {self._record(name).path: self._read_own(name) for name in self._own}
+        self.own = {self._record(name).path: self._read_own(name) for name in self._document["own"]}
         self.state = self._read_state()
 
     def _record(self, name: str) -> Parameter:
@@ -87,7 +90,7 @@ class Loaded:
 
     def _check_names(self) -> None:
         """Check that the names and the ties are those of the module."""
-        saved = {name: {name, *self._ties.get(name, ())} for name in self._given["state"]}
+        saved = {name: {name, *self._document["ties"].get(name, ())} for name in self._given["state"]}
         names, here = set().union(*saved.values()), {*self._paths}
         _report({"missing": sorted(here - names), "unexpected": sorted(names - here)})
         for name, tied in saved.items():
@@ -150,9 +153,7 @@ class Loaded:
                 raise StateError(f"the state dict is of {group['rule']}, and {group['params'][0]} has {_form(rule)} here")
             old = hyperparameters_of(rule)
             values = {
-                key: group[key]
-                for key in old
-                if key in group and not (key in group["schedules"] and follows_schedule(old[key])) and group[key] != old[key]
+                key: group[key] for key in old if key in group and not (key in group["schedules"] and follows_schedule(old[key]))
             }
             rules.append(_taking(rule, values, group["params"][0]))
             known = {*old, *RESERVED, "rule", "schedules"}
@@ -162,12 +163,12 @@ class Loaded:
     def _read_own(self, name: str) -> dict[str, Any]:
         """The hyperparameters of a parameter that do not follow its group; schedules are those that it has here."""
         old = self._groups.own.get(self._record(name).path, {})
-        return {key: old[key] if follows_schedule(old.get(key)) else value for key, value in self._own[name].items()}
+        return {key: old[key] if follows_schedule(old.get(key)) else value for key, value in self._document["own"][name].items()}
 
     def _read_state(self) -> State:
         old, given = self._old, self._given
         names = {self._record(name).path: name for name in given["state"]}
-        frozen, masked = set(given["frozen"]), {self._paths[name] for name in given["masked"]}
+        frozen, masked = set(self._document["frozen"]), {self._paths[name] for name in self._document["masked"]}
         rules: list[Rule] = []
         kinds: list[tuple[int, dict[str, Any]]] = []
         parameters, slots, counters = [], [], []
@@ -194,7 +195,7 @@ class Loaded:
         return old._next(parameters, slots, rules=rules, counters=counters, memory=memory).evolved(step=given["step"])
 
     def _rows(self, name: str, record: Parameter, view: View) -> tuple[tuple[int, int], ...]:
-        rows = tuple([(start, stop) for start, stop in self._frozen_rows.get(name, ())])
+        rows = tuple([(start, stop) for start, stop in self._document["frozen_rows"].get(name, ())])
         if rows and not (rows_through(view) and rows[-1][1] <= record.shape[0]):
             raise StateError(f"{name}: rows of it are frozen, and they are no rows of {record.path} here; thaw them before saving")
         return rows
@@ -235,12 +236,12 @@ def _taking(rule: Rule, changes: Mapping[str, Any], name: str) -> Rule:
 # Checks ---------------------------------------------------------------------------------------------------------------
 
 
-def _check_form(given: Mapping[str, Any]) -> None:
-    """Check that a state dict is one of ours, and that all of its parts are what they have to be.
+def _checked(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Check that a state dict is one of ours, and that all of its parts are what they have to be. Returns its document.
 
     **Raises** `StateError`, naming the part.
     """
-    parts = ("version", "state", "param_groups", "frozen", "frozen_rows", "masked", "ties", "own", "step", "memory")
+    parts = ("version", "state", "param_groups", "document", "step", "memory")
     missing = sorted(set(parts) - given.keys())
     if missing:
         hint = ""
@@ -266,23 +267,32 @@ def _check_form(given: Mapping[str, Any]) -> None:
     _check_mapping("memory", given["memory"])
     for name, values in given["memory"].items():
         _check_mapping(f"memory of {name!r}", values)
-    pairs = {}
-    for part in ("frozen_rows", "ties", "own"):
-        if not _is_list(given[part]) or not all(_is_list(pair) and len(pair) == 2 for pair in given[part]):
-            _damaged(part, "a list of pairs", given[part])
-        pairs[part] = dict(given[part])
-    for part in ("frozen", "masked"):
-        if not _is_list(given[part]):
-            _damaged(part, "a list of names", given[part])
-    aliases = {alias for some in pairs["ties"].values() for alias in _names_in("ties", some)}
-    for part in ("frozen", *pairs):
-        _check_known(part, given[part] if part == "frozen" else pairs[part], state)
-    _check_known("masked", given["masked"], {*state, *aliases})
-    for name, values in pairs["own"].items():
-        _check_mapping(f"own of {name!r}", values)
-    for name, runs in pairs["frozen_rows"].items():
-        _check_runs(name, runs)
     _check_groups(given["param_groups"], state)
+    document = _parsed(given["document"])
+    for part in ("frozen_rows", "ties", "own"):
+        _check_mapping(part, document[part])
+    aliases = {alias for some in document["ties"].values() for alias in _names_in("ties", some)}
+    for part in ("frozen", "frozen_rows", "ties", "own"):
+        names = document[part]
+        _check_known(part, list(names) if isinstance(names, Mapping) else _names_in(part, names), state)
+    _check_known("masked", _names_in("masked", document["masked"]), {*state, *aliases})
+    for name, values in document["own"].items():
+        _check_mapping(f"own of {name!r}", values)
+    for name, runs in document["frozen_rows"].items():
+        _check_runs(name, runs)
+    return document
+
+
+def _parsed(text: Any) -> Mapping[str, Any]:
+    try:
+        document = json.loads(text)
+    except (TypeError, ValueError, RecursionError):
+        _damaged("document", "a text in JSON", text)
+    _check_mapping("document", document)
+    for part in ("frozen", "frozen_rows", "masked", "ties", "own"):
+        if part not in document:
+            _damaged("document", f'a mapping with "{part}"', document)
+    return document
 
 
 def _check_groups(groups: Any, state: Mapping[str, Any]) -> None:
