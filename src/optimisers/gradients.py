@@ -39,7 +39,7 @@ def gather(grads: Any, layout: Layout, model: Opened | None = None) -> list[Any]
     if grads is not None:
         leaves = None if model is None else model.structure.leaves_of(grads)
     elif model is not None and any(map(_keeps_gradient, model.leaves)):
-        leaves = list(map(_left_behind, model.leaves))
+        leaves = _left_behind(model.leaves)
     else:
         raise GradientError("update needs gradients: a tree like the model, or a mapping from paths to arrays")
     if model is not None and leaves is not None:
@@ -72,9 +72,9 @@ def _keeps_gradient(leaf: Any) -> bool:
     return getattr(leaf, "requires_grad", False) or is_parameter(leaf)
 
 
-def _left_behind(leaf: Any) -> Any:
-    """What `backward` has left in the `grad` of a tensor of PyTorch that asks for it."""
-    return leaf.grad if library_of(leaf) == "torch" and leaf.requires_grad and leaf.is_leaf else None
+def _left_behind(leaves: Sequence[Any]) -> list[Any]:
+    """What `backward` has left in the `grad` of tensors that ask for it."""
+    return [leaf.grad if getattr(leaf, "requires_grad", False) and leaf.is_leaf else None for leaf in leaves]
 
 
 def _check_masks(model: Opened) -> None:

@@ -1,13 +1,14 @@
 """PyTorch tensors of any device and dtype: kernels run over lists of tensors, on the CPU in waves that stay in cache."""
 
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from optimisers.backends import array_api, shards
-from optimisers.backends.array_api import derive, element_ranges, moved, through
+from optimisers.backends.array_api import derive, element_ranges, moved, reached, through
 from optimisers.backends.arrays import compute_dtype, namespace_of, real_dtype
 from optimisers.backends.base import Batch, Scalars, check
 from optimisers.backends.lists import Recorder, Tape, Value
@@ -63,24 +64,30 @@ def prepare(batch: Batch) -> None:
     batch.prepared = prepared(batch)._replace(given=(params, slots))
 
 
+_DTYPE, _LAYOUT, _DEVICE = map(attrgetter, ("dtype", "layout", "device"))
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
+
+
 def _as_expected(batch: Batch) -> bool:
     """Whether nothing speaks against the tensors of a batch. Much faster than `check`, which says what does."""
     if "expected" not in batch.plan:
         batch.plan["expected"] = [torch.Size(shape) for shape in batch.shapes], getattr(torch, batch.dtype)
     sizes, dtype = batch.plan["expected"]
     for tensors in (batch.params, batch.grads):
-        if not all(isinstance(each, torch.Tensor) for each in tensors) or [each.shape for each in tensors] != sizes:
+        kinds = set(map(type, tensors))
+        if not all(issubclass(kind, torch.Tensor) for kind in kinds) or [each.shape for each in tensors] != sizes:
             return False
-        if {(each.dtype, each.layout) for each in tensors} != {(dtype, torch.strided)}:
+        if set(map(_DTYPE, tensors)) != {dtype} or set(map(_LAYOUT, tensors)) != {torch.strided}:
             return False
-        if {spread_of(each) or each.device for each in tensors} != {batch.device}:
+        places = map(_DEVICE, tensors) if kinds <= _PLAIN else (spread_of(each) or each.device for each in tensors)
+        if set(places) != {batch.device}:
             return False
     return True
 
 
 def prepared(batch: Batch) -> Prepared:
     """The tensors of a batch as they are worked on."""
-    if batch.in_place and _plain(batch.params) and _plain(batch.grads) and all(map(_plain, batch.slots)):
+    if batch.in_place and all(map(_as_they_lie, (batch.params, batch.grads, *zip(*batch.slots, strict=True)))):
         return Prepared(batch.params, batch.params, batch.grads, batch.slots, [None] * len(batch.params))
     dtype = getattr(torch, batch.dtype)
     columns: list[list[Any]] = [[] for _ in range(5)]
@@ -99,10 +106,11 @@ def prepared(batch: Batch) -> Prepared:
     return Prepared(targets, params, grads, slots, orders)
 
 
-def _plain(tensors: Sequence[torch.Tensor]) -> bool:
+def _as_they_lie(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether tensors hold their values, one after another. Gradients may be others' conjugated, or zeros without memory."""
-    lazy = any(map(torch.Tensor.is_neg, tensors)) or any(map(torch.Tensor.is_conj, tensors))
-    return all(map(torch.Tensor.is_contiguous, tensors)) and all(map(torch.Tensor.data_ptr, tensors)) and not lazy
+    if not all(map(torch.Tensor.is_contiguous, tensors)) or not all(map(torch.Tensor.data_ptr, tensors)):
+        return False
+    return not any(map(torch.Tensor.is_neg, tensors)) and not (tensors[0].is_complex() and any(map(torch.Tensor.is_conj, tensors)))
 
 
 def _order(tensor: torch.Tensor, rows: bool) -> tuple[int, ...] | None:
@@ -288,11 +296,6 @@ def decide(batch: Batch, member: int) -> None:
     derive(batch, member, sums(batch, member))
 
 
-def reached(batch: Batch, member: int) -> list[tuple[Any, Any, tuple[Any, ...]]]:
-    """For each parameter what reaches one member, on whole arrays."""
-    return array_api.reached(batch, member)
-
-
 def run(batch: Batch, length: int, *, step: bool) -> tuple[list[Any], list[tuple[Any, ...]]]:
     """Run the first members on lists; programs that speak of whole arrays, on each parameter in turn."""
     if batch.prepared is None:
@@ -321,7 +324,9 @@ def _run_lists(batch: Batch, length: int, step: bool) -> None:
     needed = [value for value in (grad, *(value for *_, value in changed)) if isinstance(value, Value)]
     program = to.tape.program(needed, [old for old, *_ in changed])
     with torch.no_grad():
-        for wave in _waves(batch, whole=any(member.store or member.keyed for member in members)):
+        # A kernel of PyTorch that gets everything as it is goes through it once, on all cores.
+        straight = grad is to.g and to.dtype == to.real == to.batch.prepared.params[0].dtype
+        for wave in _waves(batch, whole=straight or any(member.store or member.keyed for member in members)):
             found = program.run(to.inputs(wave), wave.numbers)
             if fused is not None:
                 _run_fused(fused, batch, length - 1, wave, found[grad.at], [found[each.at] for each in written])

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import copy
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from operator import is_
 from types import MethodType
 from typing import Any
@@ -191,6 +191,7 @@ def _inside(kind: type) -> str | None:
     return None
 
 
+@lru_cache(maxsize=65_536)
 def _key(name: str, inner: str | None) -> Hashable:
     if name == inner:
         return BOXED
