@@ -31,6 +31,8 @@ from optimisers.rules.transforms import AddNoise, CentraliseGrad, ClipAdaptive
 from optimisers.rules.trust import LAMB, LARS
 from optimisers.setup import setup, trainables
 from optimisers.state import State
+from optimisers.surgery import Adapted, adapt, compose
+from optimisers.unfreezing import Unfreezing
 from optimisers.update import update, update_
 
 __version__ = "0.1.0"
@@ -52,6 +54,7 @@ __all__ = [
     "Adam",
     "AdamW",
     "Adan",
+    "Adapted",
     "AddNoise",
     "Average",
     "CentraliseGrad",
@@ -84,8 +87,11 @@ __all__ = [
     "Slot",
     "State",
     "StochasticRounding",
+    "Unfreezing",
     "WeightDecay",
+    "adapt",
     "averaged",
+    "compose",
     "destructure",
     "errors",
     "evaluation",

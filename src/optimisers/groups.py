@@ -15,7 +15,7 @@ from optimisers.model.select import Selectable, as_selector, matching
 from optimisers.rules.base import Rule, member_names
 from optimisers.schedules import Scaled
 
-__all__ = ["layerwise", "no_decay"]
+__all__ = ["depth_of", "layerwise", "no_decay"]
 
 _FIRST = pattern(r"(^|[^a-z])(emb|wte|wpe|tok|patch|(pos|cls)($|[^a-z])|posit)")
 """A word, within a key, that speaks of an embedding."""
@@ -61,7 +61,7 @@ def layerwise(rule: RuleFor, model: Any, *, decay: float = 0.75, depth: Callable
     check_selectors(rule, records)
 
     def find(record: Parameter) -> int | None:
-        found = (depth or _depth)(record)
+        found = (depth or depth_of)(record)
         if found is not None and (isinstance(found, bool) or not isinstance(found, int)):
             raise StateError(f"{record.path}: a depth is a whole number or None, not {found!r}")
         return found
@@ -96,7 +96,8 @@ def _scaled(rule: Rule, factor: float) -> Rule:
     return rule.adjusted(**{name: {"lr": Scaled(lr, factor) if callable(lr) else lr * factor}})
 
 
-def _depth(record: Parameter) -> int | None:
+def depth_of(record: Parameter) -> int | None:
+    """How deep a parameter lies, as `layerwise` tells it by its paths; `None` for what is on top of all layers."""
     depths = [_depth_of(path) for path in record.paths]
     return min((each for each in depths if each is not None), default=None)
 

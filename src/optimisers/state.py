@@ -230,6 +230,10 @@ class State:
         """
         return self._with_masks(selector, lambda masked, paths: masked - paths)
 
+    def with_frozen(self, changes: Mapping[int, bool]) -> "State":
+        """A state in which some parameters, by their numbers, are frozen or live; which rows of them are frozen stays."""
+        return self._with(changes, lambda parameter: parameter._replace(frozen=changes[self.layout.index[parameter.path]]))
+
     # Ties -------------------------------------------------------------------------------------------------------------
 
     def tie(self, alias: "str | tuple[Any, ...]", path: "str | tuple[Any, ...]", *, view: str | None = None) -> "State":

@@ -9,7 +9,7 @@ import torch
 
 from optimisers.backends.base import Batch, Runs
 
-__all__ = ["Spread", "beside", "local_batch", "placed", "reduced", "spread_of", "whole", "zeros"]
+__all__ = ["Spread", "beside", "local_batch", "moved", "placed", "reduced", "spread_of", "whole", "zeros"]
 
 
 class Spread(NamedTuple):
@@ -52,6 +52,17 @@ def beside(values: np.ndarray, like: Any) -> torch.Tensor:
 
     local = torch.asarray(values, device=like.to_local().device)
     return DTensor.from_local(local, spread.mesh, [Replicate()] * spread.mesh.ndim, run_check=False)
+
+
+def moved(tensor: torch.Tensor, place: Any) -> torch.Tensor:
+    """A tensor, of which all processes have the whole, on a device or spread over a mesh."""
+    if not isinstance(place, Spread):
+        return tensor.to(place)
+    from torch.distributed.tensor import distribute_tensor
+
+    if spread_of(tensor) is not None:
+        return tensor.redistribute(place.mesh, place.placements)  # type: ignore[attr-defined]  # a DTensor
+    return distribute_tensor(tensor.to(place.type), place.mesh, place.placements)
 
 
 def placed(tensor: Any, like: Any) -> Any:

@@ -225,6 +225,10 @@ class Optimizer(torch.optim.Optimizer):
         for at in range(len(self.param_groups)):
             kept.groups.show(self.param_groups, at, kept.state.step)
 
+    def follow(self, plan: Callable[[State], State]) -> None:
+        """Freeze and thaw as a plan says, such as `Unfreezing`; call it before each step."""
+        self._change(plan)
+
     def reset(self, selector: "Selectable" = "**") -> None:
         """Start parameters afresh, as `State.reset` does: without moments, at count 0. What is frozen stays so.
 

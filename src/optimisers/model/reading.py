@@ -13,7 +13,7 @@ from optimisers.model.torch_nodes import check_values, standing_as
 from optimisers.model.trees import Structure, opened
 from optimisers.rules.base import is_traced
 
-__all__ = ["Opened", "open_with", "parameters_of"]
+__all__ = ["Opened", "equal_values", "open_with", "parameters_of"]
 
 _STRUCTURES = 8
 
@@ -115,7 +115,7 @@ class Opened:
                     f"{self.structure.paths[place]} is tied to {parameter.path}, but the model holds {type(alias).__name__} there; "
                     "put the array back, or make a state for the changed model"
                 )
-            if not same_memory(array, alias, view) and not _equal(view.apply(array), alias):
+            if not same_memory(array, alias, view) and not equal_values(view.apply(array), alias):
                 raise TieError(
                     f"{parameter.path} and {self.structure.paths[place]} are tied, but the model holds different values there; "
                     f'make them equal, or call state.untie("{self.structure.paths[place]}")'
@@ -178,7 +178,8 @@ def _shown(path: Path) -> str:
     return f'"{path}"'
 
 
-def _equal(a: Any, b: Any) -> bool:
+def equal_values(a: Any, b: Any) -> bool:
+    """Whether two arrays hold the same values; a traced one is taken to."""
     if library_of(a) != library_of(b) or tuple(a.shape) != tuple(b.shape):
         return False
     try:

@@ -1,0 +1,62 @@
+"""Renaming paths: by a mapping of branches or regular expressions, or by a function."""
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeAlias
+
+from optimisers.errors import PathError, suggest
+from optimisers.model.paths import Path
+
+__all__ = ["Rename", "renamer"]
+
+Rename: TypeAlias = Mapping[Any, Any] | Callable[[Path], Any] | None
+"""From old paths to new ones: a mapping from branches (or regular expressions over spelled paths) to branches, or a function from a
+path to one. `None` in the place of a new path drops what was there."""
+
+
+def renamer(rename: Rename, paths: Collection[Path]) -> Callable[[Path], Path | None]:
+    """The function from an old path to the new one, or to `None`.
+
+    All names change at once, so two may be swapped. Of branches that enclose one another the innermost counts, and before all
+    regular expressions.
+
+    **Raises** `PathError` for what renames nothing, and for new names that are none.
+    """
+    if rename is None:
+        return lambda path: path
+    if callable(rename):
+        return lambda path: _as_path(rename(path), path)
+    if not isinstance(rename, Mapping):
+        raise PathError(f"rename is a mapping of paths or a function, not {type(rename).__name__}")
+    branches = {Path(key): value for key, value in rename.items() if not isinstance(key, re.Pattern)}
+    patterns = [(key, value) for key, value in rename.items() if isinstance(key, re.Pattern)]
+    for branch in branches:
+        if not any(path.startswith(branch) for path in paths):
+            raise PathError(f'rename: no parameter stands at or below "{branch}"{suggest(str(branch), _branches(paths))}')
+    for pattern, _ in patterns:
+        if not any(pattern.search(str(path)) for path in paths):
+            raise PathError(f"rename: no path matches the regular expression {pattern.pattern!r}")
+
+    def new_name(path: Path) -> Path | None:
+        for depth in range(len(path), -1, -1):
+            if path[:depth] in branches:
+                branch = _as_path(branches[Path(path[:depth])], path)
+                return None if branch is None else Path((*branch, *path[depth:]))
+        for pattern, new in patterns:
+            if pattern.search(str(path)):
+                return None if new is None else _as_path(pattern.sub(new, str(path)), path)
+        return path
+
+    return new_name
+
+
+def _as_path(new: Any, old: Path) -> Path | None:
+    if new is None:
+        return None
+    if not isinstance(new, (str, int, tuple)) or isinstance(new, bool):
+        raise PathError(f'rename: "{old}" becomes {new!r}, which is no path')
+    return Path(new)
+
+
+def _branches(paths: Collection[Path]) -> set[str]:
+    return {str(Path(path[:depth])) for path in paths for depth in range(1, len(path) + 1)}

@@ -1,0 +1,494 @@
+"""A state for a model that has changed, and the state of a model that is made of others."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from optimisers.assignment import RuleFor, check_kind, chooser
+from optimisers.backends.arrays import dtype_name
+from optimisers.errors import PathError, ShapeError, StateError
+from optimisers.model.layout import Alias, Parameter
+from optimisers.model.paths import Path
+from optimisers.model.reading import equal_values, parameters_of
+from optimisers.model.renaming import Rename, renamer
+from optimisers.model.select import Selectable, as_selector, matching
+from optimisers.model.slots import check_rule, converted, copied, fresh_slots, with_started
+from optimisers.model.ties import SAME, View, rows_through, shape_through
+from optimisers.model.torch_nodes import is_idle
+from optimisers.rules.base import Rule, is_traced
+from optimisers.rules.numbers import join, split
+from optimisers.rules.program import program_of
+from optimisers.state import State, check_state
+
+__all__ = ["Adapted", "adapt", "compose"]
+
+_POLICIES = ("keep", "pad", "truncate")
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """What became of each parameter when a state was adapted. `print` shows all but what was simply kept.
+
+    - `kept`: the paths of parameters that go on as they are, under the old name or a new one.
+    - `renamed`: from the old path to the new one.
+    - `resized`: the paths of parameters that keep a part of their slots, each with the old shape and the new one.
+    - `converted`: the paths of parameters of another dtype or library, with what they were and what they are.
+    - `fresh`: the paths of parameters that start afresh, each with the reason.
+    - `dropped`: the old paths of parameters whose state is not used any more.
+    - `tied`: further parameters that became places of one: from the path to that whose state stays.
+    - `untied`: places that became parameters of their own: from the path to that which they were tied to.
+    """
+
+    kept: tuple[Path, ...] = ()
+    renamed: Mapping[Path, Path] = field(default_factory=dict)
+    resized: Mapping[Path, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+    converted: Mapping[Path, tuple[str, str]] = field(default_factory=dict)
+    fresh: Mapping[Path, str] = field(default_factory=dict)
+    dropped: tuple[Path, ...] = ()
+    tied: Mapping[Path, Path] = field(default_factory=dict)
+    untied: Mapping[Path, Path] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as plain data, ready for JSON; paths are spelled."""
+
+        def plain(value: Any) -> Any:
+            if isinstance(value, Mapping):
+                return {str(path): plain(each) for path, each in value.items()}
+            if isinstance(value, Path):
+                return str(value)
+            return [plain(each) for each in value] if isinstance(value, tuple) else value
+
+        return {name: plain(value) for name, value in vars(self).items()}
+
+    def __str__(self) -> str:
+        counts = [f"{len(value)} {name}" for name, value in vars(self).items() if value]
+        lines = [(name, *cells) for name, value in vars(self).items() if name != "kept" for cells in _lines(value)]
+        widths = [max(len(line[at]) for line in lines) for at in range(2)] if lines else []
+        rows = [f"  {line[0]:<{widths[0]}}  {line[1]:<{widths[1]}}  {line[2]}".rstrip() for line in lines]
+        return "\n".join([", ".join(counts) or "nothing to adapt", *rows])
+
+
+def _lines(value: Any) -> list[tuple[str, str]]:
+    if not isinstance(value, Mapping):
+        return [(str(path) or "(the model)", "") for path in value]
+    return [(str(path) or "(the model)", _cell(each)) for path, each in value.items()]
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, Path):
+        return f"-> {value}"
+    if isinstance(value, tuple):
+        return " -> ".join(str(list(part)) if isinstance(part, tuple) else str(part) for part in value)
+    return str(value)
+
+
+def adapt(
+    state: State,
+    model: Any,
+    *,
+    rename: Rename = None,
+    resize: "str | Mapping[Selectable, str] | None" = None,
+    rule: "RuleFor | None" = None,
+) -> tuple[State, Adapted]:
+    """The state for a model that has changed: parameters that are still there keep their slots, count, rule and frozen flag.
+
+    They are found by name. Ties are looked for again; what JAX cannot show, since `jit` makes two arrays of one, is taken from the
+    old state where both places hold the same values. Slots follow their parameter into another dtype, another array library, and
+    onto other devices. What is new starts afresh, live.
+
+    Nothing is shared that a step could write twice: where two parameters go on from one, each has slots of its own.
+
+    **Arguments:**
+
+    - `state`: the state of the old model. It stays as it is.
+    - `model`: the new model.
+    - `rename`: from old names to new ones: a mapping from branches to branches, such as `{"encoder": "backbone.encoder"}` or
+      `{"": "backbone"}`; its keys may also be compiled regular expressions over spelled paths, with the replacement as
+      `re.sub` takes it; or a function from a path to a path. `None` drops. All change at once: `{"layers.1": "layers.2",
+      "layers.2": "layers.3"}` makes room for a layer.
+    - `resize`: what to do with the slots of a parameter whose shape has changed: `"keep"` what both shapes have, from the
+      first element of each axis on; `"pad"` does so only where no axis has become shorter, `"truncate"` only where none has become
+      longer. A policy for all, or a mapping from selectors to policies. The rest starts as it does in a fresh parameter. The count
+      stays, so that bias is corrected as for the old elements; the first steps of new ones are smaller for it. By default,
+      and where a policy does not serve, the parameter starts afresh.
+    - `rule`: the rule of new parameters, as `setup` takes it. By default the one of the state, if it has only one.
+
+    **Returns** the new state and an `Adapted` that says what became of each parameter.
+
+    **Raises** `PathError` for names that match nothing, or two old parameters that get one name; `StateError` when a new parameter
+    lacks a rule, or frozen rows are no rows any more; and as `setup` does for a model that cannot be read.
+
+    Example:
+        >>> import numpy as np, optimisers as op
+        >>> model = {"trunk": np.ones(3), "head": np.ones((3, 10))}
+        >>> state, model = op.update(op.setup(op.Adam(), model), model, model)
+        >>> model = {"body": {"trunk": model["trunk"]}, "head": np.ones((3, 4))}
+        >>> state, report = op.adapt(state, model, rename={"trunk": "body.trunk"})
+        >>> print(report)
+        1 kept, 1 renamed, 1 fresh
+          renamed  trunk  -> body.trunk
+          fresh    head   shape [3, 10] -> [3, 4]
+        >>> {str(leaf.path): leaf.step for leaf in state.leaves()}
+        {'body.trunk': 1, 'head': 0}
+    """
+    check_state(state, "adapt")
+    if state.spent:
+        raise StateError("update_ has written into the slots of this state; use the state that it returned")
+    return _Adapting(state, model, rename, resize, rule).done()
+
+
+class _Source(NamedTuple):
+    """Where the state of a place comes from: the number of the old parameter, its place there, and how it was seen."""
+
+    at: int
+    path: Path
+    view: View
+
+
+class _Adapting:
+    """One call of `adapt`."""
+
+    def __init__(self, state: State, model: Any, rename: Rename, resize: Any, rule: "RuleFor | None") -> None:
+        self.old = state
+        self.rule = rule
+        if rule is not None:
+            check_kind(rule, "adapt")
+        self.new_name = renamer(rename, [*state.layout.index, *state.layout.excluded])
+        self.sources = self._find_sources()
+        self.excluded = frozenset(path for path in map(self.new_name, state.layout.excluded) if path is not None)
+        found = [each for each in parameters_of(model) if not self.excluded.issuperset(each[0].paths)]
+        self.found = self._with_old_ties(found)
+        self.policy = _policies(resize, [record for record, _ in self.found])
+        self.rules: list[Rule] = list(state.rules)
+        self.users: dict[int, Path] = {}
+        """For each old parameter the first new one that goes on from it."""
+        self.merged: set[int] = set()
+        self.report: dict[str, Any] = {name: {} for name in ("renamed", "resized", "converted", "fresh", "tied", "untied")}
+        self.kept: list[Path] = []
+
+    def _find_sources(self) -> dict[Path, _Source]:
+        """For each place of the new model where its state comes from."""
+        sources: dict[Path, _Source] = {}
+        for at, record in enumerate(self.old.parameters):
+            for path, view in ((record.path, SAME), *((alias.path, alias.view) for alias in record.aliases)):
+                new = self.new_name(path)
+                if new is None:
+                    continue
+                other = sources.setdefault(new, _Source(at, path, view))
+                if other.at != at:
+                    raise PathError(f"rename: {other.path} and {path} would both be called {new}; give them names of their own")
+        return sources
+
+    def _with_old_ties(self, found: list[tuple[Parameter, Any]]) -> list[tuple[Parameter, Any]]:
+        """JAX's arrays that were one parameter and still hold the same values are one again: `jit` makes an array of each place."""
+        first: dict[int, int] = {}
+        merged: list[tuple[Parameter, Any] | None] = list(found)
+        for number, (record, array) in enumerate(found):
+            hit = next(iter(self._hits(record)), None)
+            if record.library != "jax" or hit is None:
+                continue
+            other = first.setdefault(hit[1].at, number)
+            stays = merged[other]
+            if other == number or stays is None:
+                continue
+            view = _seen(self._hits(stays[0])[0], stays[0]).inverse.then(_seen(hit, record))
+            fits = stays[0].dtype == record.dtype and shape_through(view, stays[0].shape) == record.shape
+            if fits and equal_values(view.apply(stays[1]), array):
+                own = (Alias(each.path, view.then(each.view), each.owners) for each in record.aliases)
+                aliases = (*stays[0].aliases, Alias(record.path, view, record.owners), *own)
+                merged[other] = stays[0]._replace(aliases=aliases), stays[1]
+                merged[number] = None
+        return [each for each in merged if each is not None]
+
+    def _hits(self, record: Parameter) -> list[tuple[Path, _Source]]:
+        """The places of a new parameter that have a source."""
+        return [(path, self.sources[path]) for path in record.paths if path in self.sources]
+
+    def done(self) -> tuple[State, Adapted]:
+        """The new state and the report."""
+        records, slots = [], []
+        for record, array in self.found:
+            hits = self._hits(record)
+            new, own = self._goes_on(record, array, hits) if hits else self._starts(record, array, None, "new")
+            records.append(new)
+            slots.append(own)
+        dropped = tuple(
+            record.path for at, record in enumerate(self.old.parameters) if at not in self.users and at not in self.merged
+        )
+        counters, step, memory = self.old.counters, self.old.step, self.old.memory
+        self._check_memory(records)
+        if "jax" in self.old.layout.libraries and all(record.library != "jax" for record in records):
+            self.rules = list(map(_plain_rule, self.rules))
+            counters, step, memory = tuple(map(_plain, counters)), _plain(step), _plain(memory)
+        state = self.old._next(
+            records, slots, rules=self.rules, counters=(*counters, 0), excluded=self.excluded, detached=frozenset(), memory=memory
+        )
+        self._check_detached(state)
+        return state.evolved(step=step), Adapted(kept=tuple(self.kept), dropped=dropped, **self.report)
+
+    def _check_memory(self, records: list[Parameter]) -> None:
+        same = [record.path for record in records] == [record.path for record in self.old.parameters] and not self.report["fresh"]
+        for name, values in self.old.memory.items():
+            if not same and any(isinstance(value, (Mapping, tuple, list)) for value in values.values()):
+                raise StateError(
+                    f"{name} keeps one state for the whole tree, which cannot follow single parameters; take state.reset() before "
+                    "adapt, or a rule that goes by parameter"
+                )
+
+    def _check_detached(self, state: State) -> None:
+        for path in self.old.detached:
+            new = self.new_name(path)
+            if new is not None and new in state.layout.index and state.parameters[state.layout.index[new]].aliases:
+                raise StateError(f"{path} was untied and gets an array of its own with the next update; take that step first")
+
+    def _goes_on(self, record: Parameter, array: Any, hits: list[tuple[Path, _Source]]) -> tuple[Parameter, Any]:
+        """The record and slots of a parameter that was there."""
+        path, source = hits[0]
+        for other, also in hits[1:]:
+            if also.at != source.at:
+                self.report["tied"][other] = path
+                self.merged.add(also.at)
+        old, view = self.old.parameters[source.at], _seen(hits[0], record)
+        first = self.users.setdefault(source.at, record.path)
+        if first != record.path:
+            self.report["untied"][path] = first
+        shape = shape_through(view, old.shape)
+        policy = None if shape == record.shape else self.policy(record)
+        if shape != record.shape and not _serves(policy, shape, record.shape):
+            return self._starts(record, array, old, f"shape {list(shape)} -> {list(record.shape)}")
+        rule = self.old.rules[old.group]
+        own = rule if shape == record.shape and view == SAME else rule.rule_for(record.shape, record.dtype)
+        check_rule(own, record)
+        if program_of(own) != self.old.layout.programs[old.group]:
+            return self._starts(record, array, old, f"its rule is {own!r} now")
+        for old_path, new in self._moved(record, source.at):
+            self.report["renamed"][old_path] = new
+        new = record._replace(
+            group=self._group(own, old.group),
+            counter=old.counter,
+            frozen=old.frozen,
+            frozen_rows=_rows(old, view, record),
+            masked=self._masked(record, source.at),
+            state_dtype=old.state_dtype,
+        )
+        slots = self._slots(source.at, view, new, array, first=first == record.path)
+        if shape == record.shape:
+            self.kept.append(record.path)
+        else:
+            self.report["resized"][record.path] = shape, record.shape
+        was, now = ((each.library, each.dtype) for each in (old, record))
+        if was != now:
+            texts = (f"{was[0]} {was[1]}", f"{now[0]} {now[1]}") if was[0] != now[0] else (was[1], now[1])
+            self.report["converted"][record.path] = texts
+        return new, slots
+
+    def _moved(self, record: Parameter, at: int) -> list[tuple[Path, Path]]:
+        """The places of a parameter that have another name now."""
+        return [(source.path, path) for path, source in self._hits(record) if source.at == at and source.path != path]
+
+    def _masked(self, record: Parameter, at: int) -> frozenset[Path]:
+        masked = frozenset(path for path in map(self.new_name, self.old.parameters[at].masked) if path is not None)
+        return masked & {*record.paths}
+
+    def _group(self, rule: Rule, old: int) -> int:
+        if rule is self.old.rules[old]:
+            return old
+        self.rules.append(rule)
+        return len(self.rules) - 1
+
+    def _slots(self, at: int, view: View, record: Parameter, array: Any, *, first: bool) -> tuple[Any, ...] | None:
+        """The slots that go on, as the new parameter is seen; copies, unless they can be the old ones."""
+        old, own = self.old.parameters[at], self.old.slots[at]
+        if own is None:
+            return None if record.frozen or is_idle(array) else self._fresh(record, array)
+        fresh: tuple[Any, ...] | None = None
+        program = program_of(self.rules[record.group])
+        same_place = (record.library, record.device, record.dtype, record.shape) == (old.library, old.device, old.dtype, old.shape)
+        if view == SAME and same_place and first:
+            return own
+        slots = []
+        for number, slot in enumerate(own):
+            if slot is None:
+                slots.append(None)
+                continue
+            whole = tuple(slot.shape) == old.shape
+            if fresh is None:
+                fresh = self._fresh(record, array)
+            start = fresh[number]
+            seen = view.apply(slot) if whole else slot
+            dtype = dtype_name(start)
+            if (not whole and view != SAME) or len(seen.shape) != len(start.shape):
+                slots.append(start)
+            elif tuple(seen.shape) == tuple(start.shape):
+                slots.append(converted(seen, dtype, record.library, record.device))
+            else:
+                slots.append(_overlaid(start, converted(seen, dtype, record.library, None), record))
+        return with_started(tuple(slots), array, record, program)
+
+    def _fresh(self, record: Parameter, array: Any) -> tuple[Any, ...]:
+        program = program_of(self.rules[record.group])
+        return with_started(fresh_slots(record, program), array, record, program)
+
+    def _starts(self, record: Parameter, array: Any, old: Parameter | None, reason: str) -> tuple[Parameter, Any]:
+        """The record and slots of a parameter that starts afresh."""
+        self.report["fresh"][record.path] = reason
+        rule = self._rule_of_new(record) if old is None else self.old.rules[old.group].rule_for(record.shape, record.dtype)
+        check_rule(rule, record)
+        group = next((at for at, each in enumerate(self.rules) if each is rule or each.key == rule.key), len(self.rules))
+        if group == len(self.rules):
+            self.rules.append(rule)
+        wishes = {each.state_dtype for each in self.old.parameters}
+        wish = old.state_dtype if old is not None else wishes.pop() if len(wishes) == 1 else None
+        new = record._replace(group=group, counter=len(self.old.counters), state_dtype=wish, frozen=old is not None and old.frozen)
+        return new, None if new.frozen or is_idle(array) else self._fresh(new, array)
+
+    def _rule_of_new(self, record: Parameter) -> Rule:
+        if self.rule is not None:
+            return chooser(self.rule)(record)
+        rules = {rule.key: rule for rule in self.old.rules}
+        if len(rules) != 1:
+            raise StateError(
+                f"{record.path} is new, and the state has {len(rules)} rules; say which is for new parameters: adapt(…, rule=…)"
+            )
+        return next(iter(rules.values())).rule_for(record.shape, record.dtype)
+
+
+def _seen(hit: tuple[Path, _Source], record: Parameter) -> View:
+    """How a new parameter is seen from the old one, through a place of both."""
+    path, source = hit
+    alias = next((each.view for each in record.aliases if each.path == path), SAME)
+    return source.view.then(alias.inverse)
+
+
+def _serves(policy: str | None, old: tuple[int, ...], new: tuple[int, ...]) -> bool:
+    """Whether a policy carries slots of one shape into another."""
+    if policy is None or len(old) != len(new):
+        return False
+    longer, shorter = (any(compare(b, a) for a, b in zip(old, new, strict=True)) for compare in (int.__gt__, int.__lt__))
+    return not (policy == "pad" and shorter) and not (policy == "truncate" and longer)
+
+
+def _policies(resize: Any, records: Sequence[Parameter]) -> Callable[[Parameter], str | None]:
+    """The policy for each parameter whose shape has changed.
+
+    **Raises** `ShapeError` for what is no policy, `PathError` for a selector that matches nothing.
+    """
+    wishes = resize if isinstance(resize, Mapping) else {"**": resize} if resize is not None else {}
+    for policy in wishes.values():
+        if policy not in _POLICIES:
+            raise ShapeError(f"resize={policy!r}: a policy is one of {', '.join(map(repr, _POLICIES))}")
+    if isinstance(resize, Mapping):
+        for wish in resize:
+            matching(records, wish)
+    selectors = [(as_selector(wish), policy) for wish, policy in wishes.items()]
+    return lambda record: next((policy for selector, policy in selectors if selector.selects(record)), None)
+
+
+def _rows(old: Parameter, view: View, record: Parameter) -> tuple[tuple[int, int], ...]:
+    """The frozen rows, as the new parameter has them."""
+    if not old.frozen_rows:
+        return ()
+    if not rows_through(view):
+        raise StateError(
+            f"rows of {old.path} are frozen, and at {record.path}, where it is seen {view}, they are no rows; thaw them first"
+        )
+    size = record.shape[0]
+    return tuple((start, min(stop, size)) for start, stop in old.frozen_rows if start < size)
+
+
+def _overlaid(start: Any, old: Any, record: Parameter) -> Any:
+    """A fresh slot, with what an old one has in the part that both shapes have."""
+    part = tuple(slice(min(a, b)) for a, b in zip(start.shape, old.shape, strict=True))
+    if record.library == "jax":
+        return start.at[part].set(old[part])
+    made = copied(start)
+    made[part] = old[part]
+    return made
+
+
+def _plain(value: Any) -> Any:
+    """Numbers of JAX as Python's."""
+    if isinstance(value, Mapping):
+        return {name: _plain(each) for name, each in value.items()}
+    return value.item() if hasattr(value, "item") and getattr(value, "shape", None) == () and not is_traced(value) else value
+
+
+def _plain_rule(rule: Rule) -> Rule:
+    form, numbers = split(rule)
+    return join(form, map(_plain, numbers)) if any(hasattr(number, "item") for number in numbers) else rule
+
+
+def compose(states: Mapping[Any, State], *, step: int | None = None) -> State:
+    """The state of the model that holds several models under these names, each with its own rule, slots and counts.
+
+    Parameters that two of them share are two parameters here: `adapt` finds their tie, in the model that is made of theirs.
+
+    **Arguments:**
+
+    - `states`: from the name (or path) of each model to its state.
+    - `step`: the count that schedules read. By default the greatest of the states'; `schedule.starting_at` begins one anew.
+
+    **Raises** `PathError` for a name that encloses another; `StateError` when rules that decide for the whole tree, such as
+    `AccumGrad`, are not equal in all of them, or do not stand alike.
+
+    Example:
+        >>> import numpy as np, optimisers as op
+        >>> backbone, head = {"w": np.ones(3)}, {"w": np.ones(2)}
+        >>> state = op.compose({"backbone": op.setup(op.Adam(), backbone), "head": op.setup(op.SGD(), head)})
+        >>> [str(path) for path in state], state["backbone"].rules == op.setup(op.Adam(), backbone).rules
+        (['backbone.w', 'head.w'], True)
+    """
+    if not isinstance(states, Mapping) or not states:
+        raise StateError("compose takes a mapping from names to states")
+    parts = {Path(name): state for name, state in states.items()}
+    for name, state in parts.items():
+        check_state(state, "compose")
+        inside = next((other for other in parts if other is not name and other.startswith(name)), None)
+        if inside is not None:
+            raise PathError(f'"{inside}" lies inside "{name}"; a place can hold one model')
+    rules: list[Rule] = []
+    counters: list[Any] = []
+    parameters, slots, seen = [], [], set[int]()
+    for name, state in parts.items():
+        if state.spent:
+            raise StateError(f"{name}: update_ has written into the slots of this state; use the state that it returned")
+        above = (dict,) * len(name)
+        for record, own in zip(state.parameters, state.slots, strict=True):
+            parameters.append(
+                record._replace(
+                    path=_below(name, record.path),
+                    aliases=tuple(Alias(_below(name, each.path), each.view, above + each.owners) for each in record.aliases),
+                    owners=above + record.owners,
+                    masked=frozenset(_below(name, path) for path in record.masked),
+                    group=len(rules) + record.group,
+                    counter=len(counters) + record.counter,
+                )
+            )
+            # The same state under two names has slots of its own under each.
+            apart = [copied(slot) if slot is not None and id(slot) in seen else slot for slot in own or ()]
+            slots.append(None if own is None else tuple(apart))
+            seen |= set(map(id, own or ()))
+        rules += state.rules
+        counters += state.counters
+    memory: dict[str, Mapping[str, Any]] = {}
+    for name, state in parts.items():
+        for member, values in state.memory.items():
+            if memory.setdefault(member, values) != values:
+                raise StateError(
+                    f"{name}: {member} decides for the whole tree, and stands otherwise than in the others; reset one of them"
+                )
+    first = next(iter(parts.values()))
+    whole = first._next(
+        parameters,
+        slots,
+        rules=rules,
+        counters=counters,
+        excluded=frozenset(_below(name, path) for name, state in parts.items() for path in state.layout.excluded),
+        detached=frozenset(_below(name, path) for name, state in parts.items() for path in state.detached),
+        memory=memory,
+    )
+    return whole.evolved(step=max(state.step for state in parts.values()) if step is None else step)
+
+
+def _below(name: Path, path: Path) -> Path:
+    return Path((*name, *path))

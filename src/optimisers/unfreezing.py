@@ -1,0 +1,91 @@
+"""Gradual unfreezing: which part of a model wakes at which step."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from optimisers.errors import StateError
+from optimisers.groups import depth_of
+from optimisers.model.layout import Parameter
+from optimisers.model.reading import parameters_of
+from optimisers.model.select import Selectable, matching
+from optimisers.rules.base import is_traced
+from optimisers.state import State, check_state
+
+__all__ = ["Unfreezing"]
+
+
+@dataclass(frozen=True)
+class Unfreezing:
+    """A plan by which a model thaws part by part: `state = plan(state)`, before each step.
+
+    What is not due yet is frozen, what is due is live; parameters in no group are left alone. The plan looks at nothing but
+    `state.step`, so a run that is resumed goes on with it. Calls between two changes cost next to nothing.
+
+    **Arguments:**
+
+    - `groups`: selectors, in the order in which they thaw. A parameter that several select belongs to the first of them.
+    - `at`: the steps at which they thaw, one for each group; or a number n, for 0, n, 2n, …
+
+    **Raises** `StateError` for steps that do not fit; `PathError`, when called, for a group that is not in the state.
+
+    Example:
+        >>> import numpy as np, optimisers as op
+        >>> model = {"layers": [np.ones(2), np.ones(2)], "head": np.ones(2)}
+        >>> state, plan = op.setup(op.Adam(), model), op.Unfreezing(["head", "layers.1", "layers.0"], at=10)
+        >>> for step in range(12):
+        ...     state = plan(state)
+        ...     state, model = op.update(state, model, model)
+        >>> {str(leaf.path): leaf.step for leaf in state.leaves()}
+        {'head': 12, 'layers.0': 0, 'layers.1': 2}
+
+    Source: Howard and Ruder (2018).
+    """
+
+    groups: tuple[Any, ...]
+    at: tuple[int, ...]
+
+    def __init__(self, groups: "Sequence[Selectable]", at: "int | Sequence[int]") -> None:
+        every = range(0, len(groups) * at, at) if isinstance(at, int) and not isinstance(at, bool) and at > 0 else at
+        if isinstance(groups, str) or not isinstance(every, Sequence) or len(groups) != len(every) or list(every) != sorted(every):
+            raise StateError(f"Unfreezing takes groups, and a number of steps or for each group its step, ascending; not at={at!r}")
+        object.__setattr__(self, "groups", tuple(groups))
+        object.__setattr__(self, "at", tuple(every))
+
+    @classmethod
+    def by_depth(
+        cls, model: Any, at: "int | Sequence[int]", *, depth: Callable[[Parameter], int | None] | None = None
+    ) -> "Unfreezing":
+        """The plan that thaws a model from the top down, layer by layer; depths are those of `layerwise`.
+
+        Together with `layerwise` this is discriminative fine-tuning.
+
+        **Raises** `StateError` for a model in which no depth can be told.
+        """
+        records = [record for record, _ in parameters_of(model)]
+        found = {record.path: (depth or depth_of)(record) for record in records}
+        known = sorted({each for each in found.values() if each is not None}, reverse=True)
+        if not known:
+            raise StateError("no path of the model has the number of a layer in it; say with depth=… how deep each parameter lies")
+        levels = [None, *known] if None in found.values() else known
+        return cls([[tuple(path) for path, each in found.items() if each == level] for level in levels], at)
+
+    def __call__(self, state: State) -> State:
+        """The state with what is due live, and what is not due frozen. Itself where that is so already."""
+        check_state(state, "Unfreezing")
+        if is_traced(state.step):
+            raise StateError("a plan freezes and thaws by the number of the step, which jit does not know; call it outside of jit")
+        due = sum(step <= int(state.step) for step in self.at)
+        key = ("unfreezing", self.at, tuple(map(repr, self.groups)), due)
+        cache = state.layout.cache
+        if key not in cache:
+            cache[key] = self._changes(state, due)
+        return state.with_frozen(cache[key]) if cache[key] else state
+
+    def _changes(self, state: State, due: int) -> dict[int, bool]:
+        """The parameters that are to be frozen or thawed, by their numbers."""
+        owner: dict[int, int] = {}
+        for group, wish in enumerate(self.groups):
+            for at in matching(state.parameters, wish):
+                owner.setdefault(at, group)
+        return {at: group >= due for at, group in owner.items() if state.parameters[at].frozen != (group >= due)}

@@ -1,0 +1,501 @@
+"""Models that change: heads swapped, layers moved, vocabularies resized, ties that come and go, states composed and cut."""
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import optimisers as op
+from optimisers.errors import PathError, ShapeError, StateError
+from tests.conftest import BACKENDS, RULES, Backend, leaf, trains
+
+
+def _steps(state: op.State) -> dict[str, int]:
+    return {str(each.path): int(each.step) for each in state.leaves()}
+
+
+def _trained(backend: Backend, rule: Any, shapes: dict[str, Any], steps: int = 3) -> tuple[op.State, Any]:
+    model = {name: backend.array(np.full(shape, 1.0)) for name, shape in shapes.items()}
+    state = op.setup(rule, model)
+    for _ in range(steps):
+        state, model = op.update(state, model, {name: backend.array(np.full(shape, 0.5)) for name, shape in shapes.items()})
+    return state, model
+
+
+# Names ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_swapped_head_starts_afresh_and_the_trunk_goes_on(backend: Backend) -> None:
+    state, model = _trained(backend, op.Adam(0.1), {"trunk": (3,), "head": (3, 10)})
+    mu = backend.read(leaf(state, "trunk").slots["mu"]).copy()
+    model = {"trunk": model["trunk"], "head": backend.array(np.ones((3, 4)))}
+    new, report = op.adapt(state, model)
+    assert _steps(new) == {"head": 0, "trunk": 3}
+    assert (list(map(str, report.kept)), {str(path): why for path, why in report.fresh.items()}) == (
+        ["trunk"],
+        {"head": "shape [3, 10] -> [3, 4]"},
+    )
+    np.testing.assert_array_equal(backend.read(leaf(new, "trunk").slots["mu"]), mu)
+    assert not backend.read(leaf(new, "head").slots["mu"]).any()
+    new, model = op.update(new, model, model)
+    assert _steps(new) == {"head": 1, "trunk": 4}
+    assert new.step == 4
+
+
+RENAMES: dict[str, tuple[Any, dict[str, int]]] = {
+    "branches": ({"encoder": "backbone.encoder", "head": "top"}, {"backbone.encoder.0.w": 1, "backbone.encoder.1.w": 2, "top": 3}),
+    "all below a new name": ({"": "m"}, {"m.encoder.0.w": 1, "m.encoder.1.w": 2, "m.head": 3}),
+    "a layer in the middle": ({"encoder.1": "encoder.2"}, {"encoder.0.w": 1, "encoder.2.w": 2, "head": 3}),
+    "two swapped": ({"encoder.0": "encoder.1", "encoder.1": "encoder.0"}, {"encoder.1.w": 1, "encoder.0.w": 2, "head": 3}),
+    "a regular expression": (
+        {re.compile(r"encoder\.(\d)\.w"): r"blocks.\1.weight"},
+        {"blocks.0.weight": 1, "blocks.1.weight": 2, "head": 3},
+    ),
+    "a function": (lambda path: ("m", *path) if path[0] == "head" else path, {"encoder.0.w": 1, "encoder.1.w": 2, "m.head": 3}),
+    "one that goes": ({"encoder.0": None}, {"encoder.1.w": 2, "head": 3}),
+    "the inner of two": ({"encoder": "e", "encoder.1": "last"}, {"e.0.w": 1, "last.w": 2, "head": 3}),
+}
+
+
+def _nested(paths: dict[str, Any]) -> Any:
+    tree: dict[Any, Any] = {}
+    for path, value in paths.items():
+        *above, last = op.Path(path)
+        node = tree
+        for key in above:
+            node = node.setdefault(key, {})
+        node[last] = value
+    return tree
+
+
+@pytest.mark.parametrize("name", RENAMES)
+def test_renamed_parameters_keep_their_state(name: str) -> None:
+    rename, expected = RENAMES[name]
+    model = _nested({"encoder.0.w": np.ones(2), "encoder.1.w": np.ones(2), "head": np.ones(2)})
+    state = op.setup(op.Adam(), model)
+    for at, path in enumerate(["encoder.0.w", "encoder.1.w", "head"]):
+        for _ in range(at + 1):
+            state, model = op.update(state, model, {path: np.full(2, at + 1.0)})
+    state = state.freeze("head")
+    new, report = op.adapt(state, _nested({path: np.ones(2) for path in expected}), rename=rename)
+    assert _steps(new) == expected
+    for path, count in expected.items():
+        expected_mu = count * (1 - 0.9**count)
+        np.testing.assert_allclose(leaf(new, path).slots["mu"], expected_mu)
+        assert leaf(new, path).frozen == (count == 3)
+    assert set(map(str, report.renamed.values())) == set(expected) - {"encoder.0.w", "encoder.1.w", "head"} or name == "two swapped"
+    assert list(map(str, report.dropped)) == (["encoder.0.w"] if name == "one that goes" else [])
+
+
+@pytest.mark.parametrize(
+    ("rename", "message"),
+    [
+        ({"encodr": "x"}, 'rename: no parameter stands at or below "encodr"; did you mean "encoder"'),
+        ({re.compile("q"): "x"}, "rename: no path matches the regular expression 'q'"),
+        ({"encoder": "head"}, None),
+        ({"encoder.0": "encoder.1"}, "encoder.0.w and encoder.1.w would both be called encoder.1.w"),
+        (lambda path: 1.5, '"encoder.0.w" becomes 1.5, which is no path'),
+        ("encoder", "rename is a mapping of paths or a function, not str"),
+    ],
+)
+def test_a_rename_that_cannot_be_is_an_error(rename: Any, message: str | None) -> None:
+    model = _nested({"encoder.0.w": np.ones(2), "encoder.1.w": np.ones(2), "head": np.ones(2)})
+    state = op.setup(op.Adam(), model)
+    if message is None:
+        _, report = op.adapt(state, model, rename=rename)
+        assert len(report.fresh) == 2
+        return
+    with pytest.raises(PathError, match=re.escape(message)):
+        op.adapt(state, model, rename=rename)
+
+
+def test_a_new_parameter_among_several_rules_needs_one() -> None:
+    model = {"a": np.ones(2), "b": np.ones(2)}
+    state = op.setup({"a": op.Adam(), "b": op.SGD(0.1)}, model)
+    larger = {**model, "c": np.ones(2), "d": np.ones(3)}
+    with pytest.raises(StateError, match=r"c is new, and the state has 2 rules; say which .* adapt\(…, rule=…\)"):
+        op.adapt(state, larger)
+    new, _ = op.adapt(state, larger, rule={"c": op.Lion(), "**": op.SGD(0.5)})
+    assert [type(each.rule).__name__ for each in new.leaves()] == ["Adam", "SGD", "Lion", "SGD"]
+    again, _ = op.adapt(state, {"a": np.ones(3), "b": np.ones(2)})
+    assert leaf(again, "a").rule == op.Adam()
+
+
+def test_what_the_state_did_not_train_it_does_not_train_afterwards() -> None:
+    model = {"a": np.ones(2), "table": np.ones(2)}
+    state = op.setup(op.Adam(), model, trainable="a")
+    new, report = op.adapt(state, {"b": np.ones(2), "lookup": np.ones(2)}, rename={"a": "b", "table": "lookup"})
+    assert [str(path) for path in new] == ["b"]
+    assert not report.fresh
+
+
+# Shapes ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["keep", "pad"])
+def test_a_grown_vocabulary_keeps_its_rows(backend: Backend, policy: str) -> None:
+    state, model = _trained(backend, op.Adam(0.1), {"embed": (4, 3), "w": (2,)})
+    state = state.freeze("embed", rows=[0, 3])
+    grown = np.ones((6, 3))
+    grown[:4] = backend.read(model["embed"])
+    new, report = op.adapt(state, {"embed": backend.array(grown), "w": model["w"]}, resize=policy)
+    mu = backend.read(leaf(new, "embed").slots["mu"])
+    np.testing.assert_array_equal(mu[:4], backend.read(leaf(state, "embed").slots["mu"]))
+    assert not mu[4:].any()
+    assert (leaf(new, "embed").step, leaf(new, "embed").frozen_rows) == (3, ((0, 1), (3, 4)))
+    assert {str(path): shapes for path, shapes in report.resized.items()} == {"embed": ((4, 3), (6, 3))}
+    op.update(new, {"embed": backend.array(grown), "w": model["w"]}, {"embed": backend.array(grown)})
+
+
+@pytest.mark.parametrize(
+    ("policy", "shape", "carried"),
+    [
+        ("keep", (3, 5), True),
+        ("pad", (3, 5), False),
+        ("truncate", (3, 5), False),
+        ("truncate", (2, 2), True),
+        ("pad", (5, 4), True),
+        ("keep", (4, 3, 1), False),
+        (None, (5, 4), False),
+    ],
+)
+def test_a_policy_says_what_is_carried(policy: str | None, shape: tuple[int, ...], carried: bool) -> None:
+    model = {"w": np.ones((4, 3)), "head": np.ones(3)}
+    state, _ = op.update(op.setup(op.Adam(), model), model, {"w": np.arange(12.0).reshape(4, 3)})
+    new, report = op.adapt(state, {"w": np.ones(shape), "head": np.ones(3)}, resize={"w": policy} if policy else None)
+    mu, old = leaf(new, "w").slots["mu"], leaf(state, "w").slots["mu"]
+    assert leaf(new, "w").step == int(carried)
+    assert bool(report.resized) == carried
+    expected = np.zeros(shape)
+    if carried:
+        part = tuple(slice(min(a, b)) for a, b in zip(shape, old.shape, strict=True))
+        expected[part] = old[part]
+    np.testing.assert_array_equal(mu, expected)
+
+
+@pytest.mark.parametrize("name", [name for name in RULES if trains(RULES[name], (4, 3), "float64")])
+def test_every_rule_is_carried_into_another_shape(name: str) -> None:
+    rng = np.random.default_rng(0)
+    model = {"w": rng.normal(size=(4, 3))}
+    state = op.setup(RULES[name], model)
+    for _ in range(3):
+        state, model = op.update(state, model, {"w": rng.normal(size=(4, 3))})
+    grown = {"w": np.concatenate([model["w"], np.ones((2, 3))])}
+    new, _ = op.adapt(state, grown, resize="keep")
+    assert leaf(new, "w").step == leaf(state, "w").step
+    grads = rng.normal(size=(6, 3))
+    new, _ = op.update(new, grown, {"w": grads})
+    back, _ = op.adapt(new, model, resize="truncate")
+    for slot, value in leaf(back, "w").slots.items():
+        assert value.shape == leaf(state, "w").slots[slot].shape
+
+
+def test_what_starts_as_a_copy_of_the_parameter_does_so_in_new_rows() -> None:
+    model = {"w": np.ones((2, 2), np.float16)}
+    state, model = op.update(op.setup(op.Chain(op.MixedPrecision(), op.SGD(0.1)), model), model, {"w": np.ones((2, 2))})
+    grown = {"w": np.concatenate([model["w"], np.full((1, 2), 7, np.float16)])}
+    new, _ = op.adapt(state, grown, resize="pad")
+    (master,) = leaf(new, "w").slots.values()
+    np.testing.assert_allclose(master, [[0.9, 0.9], [0.9, 0.9], [7, 7]], rtol=1e-6)
+
+
+def test_a_policy_or_selector_that_is_none_is_an_error() -> None:
+    model = {"w": np.ones(2)}
+    state = op.setup(op.Adam(), model)
+    with pytest.raises(ShapeError, match="resize='grow': a policy is one of 'keep', 'pad', 'truncate'"):
+        op.adapt(state, model, resize="grow")
+    with pytest.raises(PathError, match='no parameter matches "v"'):
+        op.adapt(state, model, resize={"v": "keep"})
+
+
+# Ties -----------------------------------------------------------------------------------------------------------------
+
+
+def test_two_halves_that_share_an_array_are_tied_by_adapt() -> None:
+    table = np.ones((4, 3))
+    encoder, decoder = {"embed": table}, {"head": table.T, "b": np.ones(4)}
+    first, second = op.setup(op.Adam(), encoder), op.setup(op.Adam(), decoder)
+    first, encoder = op.update(first, encoder, {"embed": np.ones((4, 3))})
+    second, _ = op.update(second, decoder, {"head": np.ones((3, 4))})
+    state = op.compose({"encoder": first, "decoder": second})
+    assert _steps(state) == {"encoder.embed": 1, "decoder.b": 0, "decoder.head": 1}
+    model = {"encoder": {"embed": table}, "decoder": {"head": table.T, "b": np.ones(4)}}
+    new, report = op.adapt(state, model)
+    assert {str(a): str(b) for a, b in report.tied.items()} == {"encoder.embed": "decoder.head"}
+    assert len(new) == 2
+    new, model = op.update(new, model, {"encoder": {"embed": np.ones((4, 3))}})
+    assert model["decoder"]["head"].base is model["encoder"]["embed"] or np.shares_memory(
+        model["decoder"]["head"], model["encoder"]["embed"]
+    )
+
+
+def test_a_tie_that_is_gone_leaves_a_copy_of_the_state_at_each_place(sharing_backend: Backend) -> None:
+    table = sharing_backend.array(np.ones((4, 3)))
+    model = {"embed": table, "head": table.T}
+    state, model = op.update(op.setup(op.Adam(), model), model, {"embed": sharing_backend.array(np.arange(12.0).reshape(4, 3))})
+    apart = {"embed": sharing_backend.array(np.ones((4, 3))), "head": sharing_backend.array(np.ones((3, 4)))}
+    new, report = op.adapt(state, apart)
+    assert {str(a): str(b) for a, b in report.untied.items()} == {"head": "embed"}
+    mu = [sharing_backend.read(leaf(new, name).slots["mu"]) for name in ("embed", "head")]
+    np.testing.assert_array_equal(mu[0], mu[1].T)
+    assert not np.shares_memory(mu[0], mu[1])
+    assert _steps(new) == {"embed": 1, "head": 1}
+    back, report = op.adapt(new, model)
+    assert {str(a): str(b) for a, b in report.tied.items()} == {"head": "embed"}
+    assert len(back) == 1
+
+
+def test_a_tie_that_jit_hides_is_taken_from_the_state() -> None:
+    table = jnp.ones((4, 3))
+    model = {"embed": table, "head": table, "b": jnp.ones(3)}
+    step = jax.jit(op.update)
+    state, model = step(op.setup(op.Adam(), model), model, {"embed": table})
+    assert model["embed"] is not model["head"]
+    new, report = op.adapt(
+        state,
+        {"m": {"embed": model["embed"], "head": model["head"]}, "b": jnp.ones(3)},
+        rename={"embed": "m.embed", "head": "m.head"},
+    )
+    assert {str(each.path): list(map(str, each.ties)) for each in new.leaves()} == {"b": [], "m.embed": ["m.head"]}
+    assert not report.untied
+    new, report = op.adapt(state, {**model, "head": model["head"] + 1})
+    assert {str(a): str(b) for a, b in report.untied.items()} == {"head": "embed"}
+
+
+def test_an_untied_place_has_to_have_its_array_first() -> None:
+    w = np.ones(2)
+    model = {"a": w, "b": w}
+    state = op.setup(op.Adam(), model).untie("b")
+    with pytest.raises(StateError, match="b was untied and gets an array of its own with the next update; take that step first"):
+        op.adapt(state, model)
+    state, model = op.update(state, model, {"a": np.ones(2)})
+    new, _ = op.adapt(state, model)
+    assert len(new) == 2
+
+
+def test_masks_and_frozen_rows_follow_a_canonical_place_that_has_gone() -> None:
+    table = np.ones((4, 3))
+    model = {"a": {"w": table}, "b": {"w": table}, "c": {"w": table}}
+    state = op.setup(op.Adam(), model).mask("b").freeze("a", rows=[1])
+    new, report = op.adapt(state, {"b": {"w": table}, "c": {"w": table}})
+    (only,) = new.leaves()
+    assert (str(only.path), set(map(str, only.masked)), only.frozen_rows) == ("b.w", {"b.w"}, ((1, 2),))
+    assert not report.dropped
+    model = {"a": {"w": table}, "t": {"w": table.T}}
+    state = op.setup(op.Adam(), model).freeze("a", rows=[1])
+    with pytest.raises(StateError, match=r"rows of a\.w are frozen, and at t\.w, where it is seen transposed, they are no rows"):
+        op.adapt(state, {"t": {"w": table.T}})
+
+
+# Dtypes and libraries ---------------------------------------------------------------------------------------------------
+
+
+def test_slots_follow_their_parameter_into_another_dtype() -> None:
+    model = {"w": np.ones(3), "v": np.ones(2, np.float32)}
+    state, model = op.update(op.setup(op.Adam(), model), model, {"w": np.ones(3), "v": np.ones(2)})
+    new, report = op.adapt(state, {name: each.astype(np.float32) for name, each in model.items()})
+    assert leaf(new, "w").slots["mu"].dtype == np.float32
+    assert {str(path): each for path, each in report.converted.items()} == {"w": ("float64", "float32")}
+    assert leaf(new, "v").slots["mu"] is leaf(state, "v").slots["mu"]
+
+
+@pytest.mark.parametrize("there", [each for each in BACKENDS if each.name in ("numba", "torch", "jax", "strict")], ids=str)
+def test_a_run_goes_on_in_another_library(backend: Backend, there: Backend) -> None:
+    rules = {"**.b": op.SGD(0.1, momentum=0.9), "**": op.Chain(op.ClipGlobalNorm(1.0), op.AdamW(0.1))}
+    values = {"x": {"w": np.arange(6.0).reshape(2, 3), "b": np.ones(3)}}
+
+    def grads(library: Backend, at: int) -> Any:
+        rng = np.random.default_rng(at)
+        return {"x": {"w": library.array(rng.normal(size=(2, 3))), "b": library.array(rng.normal(size=3))}}
+
+    def run(first: Backend, second: Backend) -> tuple[op.State, Any]:
+        model = {"x": {name: first.array(each) for name, each in values["x"].items()}}
+        state = op.setup(rules, model)
+        for at in range(3):
+            state, model = op.update(state, model, grads(first, at))
+        state = state.freeze("x.b", rows=[0])
+        model = {"x": {name: second.array(first.read(each)) for name, each in model["x"].items()}}
+        state, report = op.adapt(state, model)
+        if second.make is not first.make:
+            assert {str(path) for path in report.converted} == {"x.w", "x.b"}
+        for at in range(3, 6):
+            state, model = op.update(state, model, grads(second, at))
+        return state, {name: second.read(each) for name, each in model["x"].items()}
+
+    state, found = run(backend, there)
+    expected, right = run(BACKENDS[0], BACKENDS[0])
+    for name, each in right.items():
+        np.testing.assert_allclose(found[name], each, rtol=1e-12, atol=1e-12)
+    assert _steps(state) == _steps(expected)
+    assert state.step == 6
+    if there.name != "jax":
+        assert all(type(each.step) is int for each in state.leaves())
+
+
+def test_bfloat16_goes_from_torch_to_jax_and_back() -> None:
+    model: Any = {"w": torch.ones(3, dtype=torch.bfloat16)}
+    state, model = op.update(op.setup(op.Adam(), model, state_dtype="bfloat16"), model, {"w": torch.tensor([1.0, 2.0, 3.0])})
+    there, _ = op.adapt(state, {"w": jnp.ones(3, jnp.bfloat16)})
+    assert leaf(there, "w").slots["mu"].dtype == jnp.bfloat16
+    back, _ = op.adapt(there, model)
+    assert torch.equal(leaf(back, "w").slots["mu"], leaf(state, "w").slots["mu"])
+
+
+def test_an_embedding_of_a_module_is_resized_in_mid_training() -> None:
+    module = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5, bias=False))
+    module[1].weight = module[0].weight
+    state = op.setup(op.AdamW(0.1), module)
+
+    def train(state: op.State) -> op.State:
+        for _ in range(2):
+            module.zero_grad()
+            module(torch.arange(3)).square().sum().backward()
+            state, _ = op.update_(state, module)
+        return state
+
+    state = train(state)
+    mu = leaf(state, "0.weight").slots["mu"].clone()
+    module[0].weight = module[1].weight = nn.Parameter(torch.cat([module.get_parameter("0.weight").detach(), torch.zeros(2, 3)]))
+    state, report = op.adapt(state, module, resize="pad")
+    assert (len(state), {str(path) for path in report.resized}) == (1, {"0.weight"})
+    assert torch.equal(leaf(state, "0.weight").slots["mu"][:5], mu)
+    assert _steps(train(state)) == {"0.weight": 4}
+
+
+# The report -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_report_is_text_and_data() -> None:
+    model = {"a": np.ones(2), "b": np.ones((2, 2)), "c": np.ones(2), "d": np.ones(2)}
+    state = op.setup(op.Adam(), model)
+    new = {"z": np.ones(2), "b": np.ones((3, 2)), "d": np.ones(2, np.float32), "e": np.ones(1)}
+    _, report = op.adapt(state, new, rename={"a": "z"}, resize="keep")
+    assert str(report).splitlines() == [
+        "2 kept, 1 renamed, 1 resized, 1 converted, 1 fresh, 1 dropped",
+        "  renamed    a  -> z",
+        "  resized    b  [2, 2] -> [3, 2]",
+        "  converted  d  float64 -> float32",
+        "  fresh      e  new",
+        "  dropped    c",
+    ]
+    assert json.loads(json.dumps(report.as_dict())) == {
+        "kept": ["d", "z"],
+        "renamed": {"a": "z"},
+        "resized": {"b": [[2, 2], [3, 2]]},
+        "converted": {"d": ["float64", "float32"]},
+        "fresh": {"e": "new"},
+        "dropped": ["c"],
+        "tied": {},
+        "untied": {},
+    }
+
+
+def test_a_model_that_has_not_changed_has_the_same_state() -> None:
+    model = {"a": np.ones(2), "b": [np.ones(2)]}
+    state, model = op.update(op.setup(op.Adam(), model), model, model)
+    new, report = op.adapt(state.freeze("b"), model)
+    assert new == state.freeze("b")
+    assert str(report) == "2 kept"
+
+
+def test_a_spent_state_is_refused() -> None:
+    model = {"a": np.ones(2)}
+    state = op.setup(op.Adam(), model)
+    op.update_(state, model, {"a": np.ones(2)})
+    for call in (lambda: op.adapt(state, model), lambda: op.compose({"m": state})):
+        with pytest.raises(StateError, match="use the state that it returned"):
+            call()
+
+
+# Compose ----------------------------------------------------------------------------------------------------------------
+
+
+def test_composed_states_are_those_of_their_branches(backend: Backend) -> None:
+    first, a = _trained(backend, op.Chain(op.ClipGlobalNorm(1.0), op.Adam(0.1)), {"w": (2,), "v": (3,)})
+    second, b = _trained(backend, op.SGD(0.1, momentum=0.9), {"w": (2,)}, steps=1)
+    second = second.freeze("w")
+    state = op.compose({"backbone.one": first, "head": second})
+    assert (state.step, _steps(state)) == (3, {"backbone.one.v": 3, "backbone.one.w": 3, "head.w": 1})
+    assert state["backbone.one"] == first
+    model = {"backbone": {"one": a}, "head": b}
+    state, model = op.update(state, model, model)
+    alone, _ = op.update(first, a, a)
+    assert leaf(state, "backbone.one.v").step == leaf(alone, "v").step == 4
+    mine, theirs = (backend.read(leaf(each, path).slots["mu"]) for each, path in ((state, "backbone.one.w"), (alone, "w")))
+    np.testing.assert_array_equal(mine, theirs)
+
+
+def test_a_state_under_two_names_has_slots_of_its_own_under_each() -> None:
+    model = {"w": np.ones(2)}
+    state, model = op.update(op.setup(op.Momentum(0.1), model), model, model)
+    both = op.compose({"a": state, "b": state}, step=7)
+    pair = {"a": {"w": np.ones(2)}, "b": {"w": np.ones(2)}}
+    new, _ = op.update_(both, pair, {"a": {"w": np.ones(2)}})
+    assert new.step == 8
+    assert not np.shares_memory(leaf(new, "a.w").slots["velocity"], leaf(new, "b.w").slots["velocity"])
+    assert leaf(new, "b.w").slots["velocity"].tolist() == [1.0, 1.0]
+
+
+def test_what_cannot_be_composed_is_an_error() -> None:
+    state = op.setup(op.Chain(op.AccumGrad(2), op.Adam()), {"w": np.ones(2)})
+    with pytest.raises(PathError, match=r'"a\.b" lies inside "a"'):
+        op.compose({"a": state, "a.b": state})
+    other = op.setup(op.Chain(op.AccumGrad(3), op.Adam()), {"w": np.ones(2)})
+    with pytest.raises(StateError, match="decide for the whole tree"):
+        op.compose({"a": state, "b": other})
+    begun, _ = op.update(state, {"w": np.ones(2)}, {"w": np.ones(2)})
+    with pytest.raises(StateError, match="b: accumgrad decides for the whole tree, and stands otherwise than in the others"):
+        op.compose({"a": state, "b": begun})
+    for wrong in ({}, [state]):
+        with pytest.raises(StateError, match="compose takes a mapping from names to states"):
+            op.compose(wrong)  # type: ignore[arg-type]
+
+
+# Unfreezing -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_thaws_by_the_step_and_goes_on_when_resumed() -> None:
+    model = {"embed": np.ones(2), "layers": [np.ones(2), np.ones(2)], "head": np.ones(2)}
+    plan = op.Unfreezing.by_depth(model, at=2)
+    state = op.setup(op.layerwise(op.Adam(), model, decay=0.5), model)
+    for at in range(7):
+        state = plan(state)
+        if at == 3:
+            state, _ = op.adapt(state, model)  # a layout that no cache knows
+        state, model = op.update(state, model, model)
+    assert _steps(state) == {"head": 7, "layers.1": 5, "layers.0": 3, "embed": 1}
+    assert plan(state) is state
+
+
+def test_a_plan_keeps_frozen_rows_and_leaves_others_alone() -> None:
+    model = {"a": np.ones((2, 2)), "b": np.ones(2), "c": np.ones(2)}
+    plan = op.Unfreezing(["b", ["a", "b"]], at=[1, 3])
+    state = plan(op.setup(op.Adam(), model).freeze("a", rows=[0]).freeze("c"))
+    assert {str(each.path): each.frozen for each in state.leaves()} == {"a": True, "b": True, "c": True}
+    thawed = plan(state.evolved(step=3))
+    assert {str(each.path): each.frozen for each in thawed.leaves()} == {"a": False, "b": False, "c": True}
+    assert leaf(thawed, "a").frozen_rows == ((0, 1),)
+
+
+@pytest.mark.parametrize("at", [0, -1, True, [1], [3, 1], "1", 1.5])
+def test_a_plan_that_makes_no_sense_is_an_error(at: Any) -> None:
+    with pytest.raises(StateError, match="Unfreezing takes groups, and a number of steps or for each group its step, ascending"):
+        op.Unfreezing(["a", "b"], at)
+
+
+def test_a_plan_is_for_the_outside_of_jit() -> None:
+    model = {"a": jnp.ones(2)}
+    plan: Callable[[op.State], op.State] = op.Unfreezing(["a"], 1)
+    with pytest.raises(StateError, match="call it outside of jit"):
+        jax.jit(plan)(op.setup(op.Adam(), model))
+    with pytest.raises(PathError, match='no parameter matches "b"'):
+        op.Unfreezing(["b"], 1)(op.setup(op.Adam(), model))
+    with pytest.raises(StateError, match="no path of the model has the number of a layer"):
+        op.Unfreezing.by_depth(model, 1)
