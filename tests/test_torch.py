@@ -659,6 +659,7 @@ class Constant(op.Rule):
         op.SGD(0.01, weight_decay=0.1),
         op.SGD(0.01, momentum=0.9, dampening=0.3, weight_decay=0.1),
         op.SGD(0.01, momentum=0.9, nesterov=True),
+        op.SGD(0.01, momentum=lambda step: 0.9 * (step % 2)),
         op.Chain(op.ClipGlobalNorm(1.0), op.WeightDecay(0.1), op.AdamW(0.01)),
         op.Chain(op.Momentum(1.0), op.Adam(0.01)),
         op.Chain(Constant(), op.Adam(0.01)),

@@ -306,7 +306,7 @@ def run(batch: Batch, length: int, *, step: bool) -> tuple[list[Any], list[tuple
 
 
 def _run_lists(batch: Batch, length: int, step: bool) -> None:
-    members, last = batch.program.members[:length], batch.program.spans[length - 1]
+    members = batch.program.members[:length]
     to = _Recording(batch)
     h = [to.h(k) for k in range(length)]
     fused = _fused_last(to, members) if step else None
@@ -317,6 +317,7 @@ def _run_lists(batch: Batch, length: int, step: bool) -> None:
     else:
         grad, p, new = through(to, 0, to.xp, to.g, to.p, h[:-1], to.slots)
         grad = grad if isinstance(grad, Value) else to.tape.emit(torch.full_like, to.g, grad)
+        last = batch.program.spans[length - 1]
         written = [to.p, *to.slots[last]]
         new[last] = written[1:]
     pairs = [*zip(to.slots, to.columns, new, strict=True), *([(to.p, batch.prepared.params, p)] if step else [])]
@@ -337,7 +338,7 @@ def _run_lists(batch: Batch, length: int, step: bool) -> None:
 
 def _fused_last(to: _Recording, members: Sequence[Member]) -> Fused | None:
     """PyTorch's own kernel for the last member, where it can take the place of ours."""
-    if any(member.load or member.store for member in members):
+    if not members or any(member.load or member.store for member in members):
         return None
     return fused_kernel(members[-1], to.dtype, to.batch.prepared.params[0].device)
 

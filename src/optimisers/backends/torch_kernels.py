@@ -21,6 +21,8 @@ Fused = Callable[[Tensors, Tensors, Sequence[Tensors], Scalars], None]
 _torch: Any = torch  # whose stubs do not tell of fused kernels
 _DEVICES = ("cpu", "cuda")
 _DTYPES = (torch.float32, torch.float64)
+_TINY = 5e-324
+"""The least number above zero; times a velocity, nothing."""
 
 
 def fused_kernel(member: Member, dtype: torch.dtype, device: torch.device) -> Fused | None:
@@ -58,7 +60,8 @@ def _descent(params: Tensors, grads: Tensors, slots: Sequence[Tensors], h: Scala
         grads,
         slots[0] if slots else [],
         weight_decay=vars(h).get("weight_decay", 0.0),
-        momentum=vars(h).get("momentum", 0.0) if slots else 0.0,
+        # It takes a momentum of zero for none at all, and wants no velocity then.
+        momentum=(h.momentum or _TINY) if slots else 0.0,
         lr=h.lr,
         dampening=1 - vars(h).get("fresh", 1.0),
         nesterov=nesterov,
