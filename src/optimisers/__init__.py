@@ -4,6 +4,7 @@ from optimisers import errors, schedules
 from optimisers.backends.choose import reference_only
 from optimisers.differentiate import grad, value_and_grad
 from optimisers.evaluation import averaged, evaluation, training
+from optimisers.files.checkpoint import Loaded, load, save
 from optimisers.gradients import destructure, global_norm, partition
 from optimisers.groups import layerwise, no_decay
 from optimisers.leaf import Leaf
@@ -67,6 +68,7 @@ __all__ = [
     "Hyper",
     "Leaf",
     "Lion",
+    "Loaded",
     "Lookahead",
     "MixedPrecision",
     "Momentum",
@@ -98,11 +100,13 @@ __all__ = [
     "global_norm",
     "grad",
     "layerwise",
+    "load",
     "no_decay",
     "partition",
     "reference_only",
     "register",
     "rule",
+    "save",
     "schedules",
     "select",
     "setup",

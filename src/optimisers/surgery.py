@@ -20,7 +20,7 @@ from optimisers.rules.numbers import join, split
 from optimisers.rules.program import program_of
 from optimisers.state import State, check_state
 
-__all__ = ["Adapted", "adapt", "compose"]
+__all__ = ["Adapted", "Adapting", "adapt", "compose"]
 
 _POLICIES = ("keep", "pad", "truncate")
 
@@ -134,7 +134,7 @@ def adapt(
     check_state(state, "adapt")
     if state.spent:
         raise StateError("update_ has written into the slots of this state; use the state that it returned")
-    return _Adapting(state, model, rename, resize, rule).done()
+    return Adapting(state, model, rename, resize, rule).done()
 
 
 class _Source(NamedTuple):
@@ -145,11 +145,15 @@ class _Source(NamedTuple):
     view: View
 
 
-class _Adapting:
-    """One call of `adapt`."""
+class Adapting:
+    """One call of `adapt`. With `copies`, no slot of the old state becomes one of the new."""
 
-    def __init__(self, state: State, model: Any, rename: Rename, resize: Any, rule: "RuleFor | None") -> None:
+    def __init__(
+        self, state: State, model: Any, rename: Rename, resize: Any, rule: "RuleFor | None", *, copies: bool = False
+    ) -> None:
         self.old = state
+        self.copies = copies
+        self.origins: list[tuple[Path, View] | None] = []
         self.rule = rule
         if rule is not None:
             check_kind(rule, "adapt")
@@ -209,6 +213,7 @@ class _Adapting:
         records, slots = [], []
         for record, array in self.found:
             hits = self._hits(record)
+            self.origins.append(None)
             new, own = self._goes_on(record, array, hits) if hits else self._starts(record, array, None, "new")
             records.append(new)
             slots.append(own)
@@ -261,6 +266,7 @@ class _Adapting:
         check_rule(own, record)
         if program_of(own) != self.old.layout.programs[old.group]:
             return self._starts(record, array, old, f"its rule is {own!r} now")
+        self.origins[-1] = old.path, view
         for old_path, new in self._moved(record, source.at):
             self.report["renamed"][old_path] = new
         new = record._replace(
@@ -281,6 +287,19 @@ class _Adapting:
             texts = (f"{was[0]} {was[1]}", f"{now[0]} {now[1]}") if was[0] != now[0] else (was[1], now[1])
             self.report["converted"][record.path] = texts
         return new, slots
+
+    def carried(self, values: Mapping[Path, Any]) -> list[tuple[Parameter, Any]]:
+        """The new parameters that go on, each with its value, from those of the old ones: turned and resized like the slots."""
+        found = []
+        for (record, array), origin in zip(self.found, self.origins, strict=True):
+            if origin is None or origin[0] not in values:
+                continue
+            seen = origin[1].apply(values[origin[0]])
+            if tuple(seen.shape) == record.shape:
+                found.append((record, converted(seen, record.dtype, record.library, record.device)))
+            else:
+                found.append((record, _overlaid(array, converted(seen, record.dtype, record.library, None), record)))
+        return found
 
     def _moved(self, record: Parameter, at: int) -> list[tuple[Path, Path]]:
         """The places of a parameter that have another name now."""
@@ -304,7 +323,7 @@ class _Adapting:
         fresh: tuple[Any, ...] | None = None
         program = program_of(self.rules[record.group])
         same_place = (record.library, record.device, record.dtype, record.shape) == (old.library, old.device, old.dtype, old.shape)
-        if view == SAME and same_place and first:
+        if view == SAME and same_place and first and not self.copies:
             return own
         slots = []
         for number, slot in enumerate(own):

@@ -18,7 +18,18 @@ from typing import Any
 from optimisers.errors import ModelError
 from optimisers.model.paths import BOXED, Path
 
-__all__ = ["apart", "check_values", "declared", "is_idle", "is_module", "is_parameter", "lending", "standing_as"]
+__all__ = [
+    "apart",
+    "buffers",
+    "check_values",
+    "declared",
+    "is_idle",
+    "is_module",
+    "is_parameter",
+    "lending",
+    "standing_as",
+    "without_shells",
+]
 
 # Where PyTorch has the classes of shells, and the name that they give the module inside.
 _SHELLS = {
@@ -181,6 +192,23 @@ class _Instead:
         if is_module(type(value)) or is_parameter(value):
             return self._found.get(id(value), value)
         return value
+
+
+def buffers(module: Any, above: tuple[Hashable, ...] = ()) -> Iterator[tuple[Path, Any]]:
+    """The persistent buffers of a module that stands at a path, with their paths."""
+    inner = _inside(type(module))
+    for name, buffer in module._buffers.items():
+        if buffer is not None and name not in module._non_persistent_buffers_set:
+            yield Path((*above, _key(name, None))), buffer
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from buffers(child, above if name == inner else (*above, _key(name, None)))
+
+
+def without_shells(path: Path) -> list[Path]:
+    """A path without the names that shells around modules put into it."""
+    bare = Path([key for key in path if key != "_orig_mod"])
+    return [bare, Path(bare[1:])] if bare[:1] == ("module",) else [bare]
 
 
 def _inside(kind: type) -> str | None:

@@ -10,9 +10,9 @@ from optimisers.errors import ModelError
 from optimisers.model.jax_nodes import is_nnx_module, is_variable
 from optimisers.model.nodes import NAMESPACE, TRAINABLE, open_types, rebuilding
 from optimisers.model.paths import BOXED, Path
-from optimisers.model.torch_nodes import declared
+from optimisers.model.torch_nodes import buffers, declared, is_module
 
-__all__ = ["Occurrence", "Structure", "flatten", "opened"]
+__all__ = ["Occurrence", "Structure", "buffers_of", "flatten", "opened"]
 
 _MEMORY_OF_STRUCTURES = 256
 
@@ -119,6 +119,13 @@ def flatten(model: Any) -> tuple[list[Any], optree.PyTreeSpec]:
     except RecursionError:
         raise ModelError(_too_deep(model)) from None
     return leaves, spec
+
+
+def buffers_of(model: Any) -> dict[Path, Any]:
+    """The persistent buffers of the modules of PyTorch in a model, which are no nodes of it, by path."""
+    leaves, spec = optree.tree_flatten(model, is_leaf=lambda each: is_module(type(each)), none_is_leaf=True, namespace=NAMESPACE)
+    found = (buffers(leaf, above) for above, leaf in zip(spec.paths(), leaves, strict=True) if is_module(type(leaf)))
+    return {path: buffer for each in found for path, buffer in each}
 
 
 _structures: dict[optree.PyTreeSpec, Structure] = {}

@@ -1,0 +1,1 @@
+"""Files: a state and its model in safetensors, by name."""

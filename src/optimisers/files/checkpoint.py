@@ -1,0 +1,283 @@
+"""Saving a run and going on with it: `save` and `load`."""
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from optimisers.assignment import RuleFor, check_kind, chooser
+from optimisers.backends.arrays import device_of, dtype_name, library_of
+from optimisers.errors import PathError, StateError
+from optimisers.files.document import described, restored, slot_names, spelled
+from optimisers.files.tensors import Contents, read, write
+from optimisers.model.layout import Parameter
+from optimisers.model.paths import Path
+from optimisers.model.reading import open_with, parameters_of
+from optimisers.model.renaming import Rename, renamer
+from optimisers.model.slots import converted
+from optimisers.model.ties import SAME, shape_through
+from optimisers.model.torch_nodes import is_parameter, without_shells
+from optimisers.model.trees import buffers_of, opened
+from optimisers.rules.base import Rule
+from optimisers.state import State, check_state
+from optimisers.surgery import Adapted, Adapting
+
+__all__ = ["Loaded", "load", "save"]
+
+_SHOWN = 12
+
+
+class Loaded(NamedTuple):
+    """What `load` found.
+
+    - `state`: the state, or `None` in a file without one.
+    - `model`: the model with the values of the file; without a model to put them into, a mapping from spelled paths to NumPy
+      arrays, or `None` where the file holds no values.
+    - `report`: what became of each parameter, or `None` without a model.
+    """
+
+    state: Any
+    model: Any
+    report: Any
+
+
+def save(file: "str | os.PathLike[str]", state: State, model: Any = None) -> None:
+    """Write a state to a safetensors file, by name, and with it the model: all that a resumed run needs.
+
+    Slots stand under `<path>/<slot>` in it, parameters under `<path>`, tied ones once, and so do the other arrays of the model
+    (integers, what does not train; of modules of PyTorch the persistent buffers). Everything else (rules and hyperparameters,
+    counts, what is frozen or masked, ties) is in one JSON document in the metadata. The file is written under another name,
+    flushed to the disk and renamed: whatever happens, the old file or the new one is whole.
+
+    Schedules of this library are written; functions, and classes of rules of your own, are known by name alone and are given
+    to `load` again.
+
+    **Raises** `ModelError` for a model that is not the state's, `TieError` where tied places hold different values, `DtypeError`
+    for a dtype that safetensors lacks, `StateError` for what no file can hold, `OSError` as writing does. The old file is whole
+    then.
+
+    Example:
+        >>> import numpy as np, optimisers as op, pathlib, tempfile
+        >>> file = pathlib.Path(tempfile.mkdtemp()) / "run.safetensors"
+        >>> model = {"w": np.ones(3)}
+        >>> state, model = op.update(op.setup(op.Adam(), model), model, model)
+        >>> op.save(file, state, model)
+        >>> again, values, _ = op.load(file, {"w": np.zeros(3)})
+        >>> again == state, values["w"].tolist() == model["w"].tolist()
+        (True, True)
+    """
+    check_state(state, "save")
+    if state.spent:
+        raise StateError("update_ has written into the slots of this state; use the state that it returned")
+    document, arrays = described(state)
+    if model is not None:
+        view = open_with(state.layout, model)
+        view.check_ties()
+        arrays |= {spelled(record.path): array for record, array in zip(state.parameters, view.arrays, strict=True)}
+        arrays |= {spelled(path): array for path, array in _others(state, model)}
+    write(file, arrays, {**document, "values": model is not None})
+
+
+def _others(state: State | None, model: Any) -> Iterator[tuple[Path, Any]]:
+    """The arrays of a model that are no parameters of a state, with their paths."""
+    leaves, structure = opened(model)
+    for path, leaf in zip(structure.paths, leaves, strict=True):
+        if library_of(leaf) is not None and (state is None or path not in state.layout.index):
+            yield path, leaf
+    yield from buffers_of(model).items()
+
+
+def load(
+    file: "str | os.PathLike[str]",
+    model: Any = None,
+    *,
+    rule: "RuleFor | None" = None,
+    strict: bool = True,
+    rename: Rename = None,
+    resize: Any = None,
+    verify: bool = True,
+) -> Loaded:
+    """Read a state, and the values of the model, from a safetensors file.
+
+    A state that was saved from one array library loads into a model of any other. Files of other tools, which hold values alone
+    (`model.safetensors`), load too. Names with `module.` or `_orig_mod.` in front, as data parallelism and `torch.compile` put
+    there, are those of the plain model. Nothing in a file is executed.
+
+    **Arguments:**
+
+    - `file`: from `save`.
+    - `model`: the model to go on with. The parameters and buffers of modules of PyTorch are written in place; of all other models
+      a new one is made. Without it, everything is read into NumPy arrays.
+    - `rule`: as `setup` takes it; from it comes what is code in the rules (functions as schedules, classes of your own), and the
+      rule of parameters that are new. The numbers come from the file.
+    - `strict`: whether every parameter has to be there, with its shape, dtype and ties. Else what fits goes on, as in `adapt`.
+    - `rename`, `resize`: as in `adapt`. What they speak of counts as fitting.
+    - `verify`: whether checksums are compared, so that damage is noticed.
+
+    **Returns** a `Loaded`: the state, the model and a report.
+
+    **Raises** `StateError` for a file that is damaged, of a later schema, or does not fit, with all that is missing, unexpected or
+    of another shape by path; `OSError` for one that cannot be read. Nothing has changed then.
+    """
+    contents = read(file, verify=verify)
+    if rule is not None:
+        check_kind(rule, "load")
+    if model is None:
+        return _without_model(contents, rule, file)
+    found = parameters_of(model)
+    places = {path for record, _ in found for path in record.paths} | {path for path, _ in _others(None, model)}
+    values = _values(contents)
+    new_name = _plain_names(rename, values, places)
+    there = {new: array for path, array in values.items() if (new := new_name(path)) is not None}
+    if contents.document is None:
+        return _values_alone(file, model, there, strict)
+    records = {path: record for record, _ in found for path in record.paths}
+    choose = None if rule is None else chooser(rule)
+
+    def given(record: Parameter) -> Rule:
+        assert choose is not None
+        here = records.get(new_name(record.path) or record.path)
+        return choose(record if here is None else here)
+
+    old = restored(contents.document, contents.arrays, None if choose is None else given, file)
+    places_of_state = [*old.layout.index, *old.layout.excluded]
+    adapting = Adapting(old, model, _plain_names(rename, places_of_state, places), resize, rule, copies=True)
+    state, report = adapting.done()
+    if strict:
+        _check_fit(file, report, resized=resize is not None)
+    if contents.document.get("values") is not True:
+        return Loaded(state, model, report)
+    others = _others_in(file, dict(_others(state, model)), there, strict)
+    return Loaded(state, _put(model, adapting.carried(values), others), report)
+
+
+def _values(contents: Contents) -> dict[Path, np.ndarray]:
+    """The values of a model in a file, by path."""
+    if contents.document is None:
+        return {_path_of(name): array for name, array in contents.arrays.items()}
+    slots = slot_names(contents.document)
+    return {Path(name): array for name, array in contents.arrays.items() if name not in slots and not name.startswith("/")}
+
+
+def _path_of(name: str) -> Path:
+    """A name of another tool as a path."""
+    try:
+        return Path(name)
+    except PathError:
+        return Path((name,))
+
+
+def _without_model(contents: Contents, rule: "RuleFor | None", file: Any) -> Loaded:
+    values = {str(path): np.array(array) for path, array in _values(contents).items()}
+    if contents.document is None:
+        return Loaded(None, values, None)
+    state = restored(contents.document, contents.arrays, None if rule is None else chooser(rule), file)
+    slots = tuple([own if own is None else tuple(map(_own, own)) for own in state.slots])
+    return Loaded(state.evolved(slots=slots), values if contents.document.get("values") is True else None, None)
+
+
+def _own(array: Any) -> Any:
+    """A copy that does not hang on the file."""
+    return None if array is None else np.array(array)
+
+
+def _plain_names(rename: Rename, names: Any, places: Any) -> Any:
+    """The renaming that is asked for; then shells in front of names go, where that makes them names of the model."""
+    asked = renamer(rename, names)
+
+    def new_name(path: Path) -> Path | None:
+        new = asked(path)
+        if new is None or new in places:
+            return new
+        return next((bare for bare in without_shells(new) if bare in places), new)
+
+    return new_name
+
+
+def _check_fit(file: Any, report: Adapted, *, resized: bool) -> None:
+    problems = {
+        "missing in it": [str(path) for path, reason in report.fresh.items() if reason == "new"],
+        "not in the model": list(map(str, report.dropped)),
+        "changed": [f"{path} ({reason})" for path, reason in report.fresh.items() if reason != "new"],
+        "of another dtype": [f"{path} ({a} -> {b})" for path, (a, b) in report.converted.items() if a.split()[-1] != b.split()[-1]],
+        "tied in the model alone": [f"{path} and {other}" for path, other in report.tied.items()],
+        "tied in it alone": [f"{path} and {other}" for path, other in report.untied.items()],
+    }
+    if not resized:
+        problems["changed"] += [f"{path} (shape {list(a)} -> {list(b)})" for path, (a, b) in report.resized.items()]
+    _raise(file, problems)
+
+
+def _raise(file: Any, problems: Mapping[str, list[str]]) -> None:
+    shown = [
+        f"{word}: {', '.join(some[:_SHOWN])}" + (f" and {len(some) - _SHOWN} more" if len(some) > _SHOWN else "")
+        for word, some in problems.items()
+        if some
+    ]
+    if shown:
+        raise StateError(f"{file} does not fit the model; {'; '.join(shown)}; load(…, strict=False) keeps what fits")
+
+
+def _others_in(file: Any, here: Mapping[Path, Any], there: Mapping[Path, Any], strict: bool) -> dict[Path, Any]:
+    """Values for the arrays of a model that are no parameters."""
+    fits = {path: there[path] for path, array in here.items() if path in there and tuple(array.shape) == there[path].shape}
+    if strict:
+        _raise(
+            file,
+            {
+                "missing in it": [str(path) for path in here if path not in there],
+                "changed": [f"{path} (shape)" for path in here if path in there and path not in fits],
+            },
+        )
+    return fits
+
+
+def _values_alone(file: Any, model: Any, there: Mapping[Path, Any], strict: bool) -> Loaded:
+    """The values of a file of another tool. Of tied places one is enough."""
+    parameters, missing, changed = [], [], []
+    rest = dict(_others(None, model))
+    unknown = [str(path) for path in there if path not in rest]
+    for record, _ in parameters_of(model):
+        seen = [(path, view) for path, view in ((record.path, SAME), *(each[:2] for each in record.aliases)) if path in there]
+        for path in record.paths:
+            rest.pop(path, None)
+        if not seen:
+            missing.append(str(record.path))
+            continue
+        path, view = seen[0]
+        if there[path].shape != shape_through(view, record.shape):
+            changed.append(f"{path} (shape {list(there[path].shape)} -> {list(shape_through(view, record.shape))})")
+        else:
+            parameters.append((record, converted(view.undo(there[path]), record.dtype, record.library, record.device)))
+    if strict:
+        _raise(file, {"missing in it": missing, "not in the model": unknown, "changed": changed})
+    return Loaded(None, _put(model, parameters, _others_in(file, rest, there, strict)), None)
+
+
+def _put(model: Any, parameters: Iterable[tuple[Parameter, Any]], others: Mapping[Path, Any]) -> Any:
+    """The model with other values for its parameters and other places. Parameters and buffers of modules are written in place."""
+    buffers, (leaves, structure) = buffers_of(model), opened(model)
+    new, at = list(leaves), structure.places
+    writes: list[tuple[Any, Any]] = []
+
+    def put(path: Path, old: Any, value: Any) -> None:
+        if path in buffers or is_parameter(old):
+            writes.append((old, value))
+        else:
+            new[at[path]] = value
+
+    for path, value in others.items():
+        old = buffers[path] if path in buffers else leaves[at[path]]
+        library = library_of(old) or "numpy"
+        put(path, old, converted(value, dtype_name(old), library, device_of(old, library)))
+    for record, value in parameters:
+        for path, view in ((record.path, SAME), *(each[:2] for each in record.aliases)):
+            put(path, leaves[at[path]], view.apply(value))
+    if writes:
+        import torch
+
+        with torch.no_grad():
+            for old, value in writes:
+                old.copy_(value)
+    return structure.rebuild(model, new) if any(a is not b for a, b in zip(new, leaves, strict=True)) else model

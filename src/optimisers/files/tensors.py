@@ -1,0 +1,203 @@
+"""Named arrays and a document in a safetensors file: written so that a crash leaves the old file whole, read by mapping it."""
+
+import contextlib
+import json
+import os
+import struct
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path as File
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from optimisers.backends.arrays import dtype_name, numpy_dtype
+from optimisers.errors import DtypeError, StateError
+from optimisers.model.slots import to_numpy
+
+__all__ = ["Contents", "read", "write"]
+
+_KEY, _SUM = "optimisers", "optimisers.checksum"
+_NAMES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "U16": "uint16",
+    "I16": "int16",
+    "U32": "uint32",
+    "I32": "int32",
+    "U64": "uint64",
+    "I64": "int64",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+    "C64": "complex64",
+}
+"""The dtypes of safetensors, and NumPy's names for them."""
+_PAIRS = {"complex128": "float64"}
+"""Dtypes that safetensors lacks, kept as pairs of another: an axis of length 2 at the end."""
+
+
+class Contents(NamedTuple):
+    """What is in a file: arrays by name, and the document, or `None` in a file of another tool."""
+
+    arrays: Mapping[str, np.ndarray]
+    document: Any
+
+
+# Writing --------------------------------------------------------------------------------------------------------------
+
+
+def write(file: "str | os.PathLike[str]", arrays: Mapping[str, Any], document: Mapping[str, Any]) -> None:
+    """Write arrays of any library, and a document of plain data, with checksums of both.
+
+    The file is written under another name in the same folder, flushed to the disk and renamed, so the old one is there until the
+    new one is whole.
+
+    **Raises** `DtypeError` for an array that safetensors cannot hold, naming it; `OSError` as writing does.
+    """
+    from safetensors import TensorSpec, serialize_file
+
+    kept: list[np.ndarray] = []  # alive while their memory is written
+    specs, table = {}, {}
+    for name, array in arrays.items():
+        flat, dtype = _as_bytes(name, array)
+        kept.append(flat)
+        shape = tuple(array.shape)
+        table[name] = [dtype, list(shape), _checksum(flat)]
+        pairs = dtype in _PAIRS
+        specs[name] = TensorSpec(
+            dtype=_PAIRS.get(dtype, dtype),
+            shape=(*shape, 2) if pairs else shape,
+            data_ptr=flat.__array_interface__["data"][0],
+            data_len=flat.nbytes,
+        )
+    text = json.dumps({**document, "tensors": table})
+    target = File(file)
+    handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
+    os.close(handle)
+    try:
+        try:
+            serialize_file(specs, name, {_KEY: text, _SUM: _checksum(np.frombuffer(text.encode(), np.uint8))})
+        except Exception as error:
+            if isinstance(error, OSError) or type(error).__name__ != "SafetensorError":
+                raise
+            raise OSError(f"{target}: cannot be written: {error}") from error
+        _keep_mode(name, target)
+        _flush(name)
+        os.replace(name, target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
+    with contextlib.suppress(OSError):  # not every file system lets folders be flushed
+        _flush(target.parent)
+
+
+def _as_bytes(name: str, array: Any) -> tuple[np.ndarray, str]:
+    """The contiguous memory of an array as NumPy sees it, and the name of its dtype."""
+    dtype = dtype_name(array)
+    if dtype not in _NAMES.values() and dtype not in _PAIRS:
+        raise DtypeError(f"{name}: safetensors has no {dtype}; convert it before saving")
+    flat = np.asarray(to_numpy(array), order="C")
+    if flat.dtype.byteorder == ">":
+        flat = flat.astype(flat.dtype.newbyteorder("<"))
+    return flat, dtype
+
+
+def _checksum(array: np.ndarray) -> str:
+    import xxhash
+
+    flat = array.reshape(-1).view(np.uint8) if array.size else np.empty(0, np.uint8)
+    return xxhash.xxh3_128_hexdigest(flat.data)
+
+
+def _keep_mode(name: str, target: File) -> None:
+    """The rights of the old file, or those that a new file gets."""
+    try:
+        mode = target.stat().st_mode & 0o777
+    except FileNotFoundError:
+        mask = os.umask(0)
+        os.umask(mask)
+        mode = 0o666 & ~mask
+    os.chmod(name, mode)
+
+
+def _flush(name: "str | os.PathLike[str]") -> None:
+    handle = os.open(name, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# Reading --------------------------------------------------------------------------------------------------------------
+
+
+def read(file: "str | os.PathLike[str]", *, verify: bool = True) -> Contents:
+    """Map a file into memory. Its arrays are views, which are read when they are looked at, and can be written without touching it.
+
+    **Raises** `StateError` for what is no safetensors file, or whose contents are not those that were written; `OSError` for
+    one that cannot be read.
+    """
+    header, start = _header(file)
+    metadata = header.pop("__metadata__", {})
+    whole = np.asarray(np.memmap(file, np.uint8, mode="c"))
+    arrays = {name: _view(file, name, entry, whole[start:]) for name, entry in header.items()}
+    if _KEY not in metadata and _SUM not in metadata:
+        return Contents(arrays, None)
+    text = metadata.get(_KEY, "")
+    if metadata.get(_SUM) != _checksum(np.frombuffer(text.encode(), np.uint8)):
+        raise StateError(f"{file}: the document in it is damaged: its checksum is another one")
+    document = json.loads(text)
+    arrays = dict(_as_written(file, arrays, document.pop("tensors")))
+    if verify:
+        for name, (_, _, expected) in json.loads(text)["tensors"].items():
+            if _checksum(arrays[name]) != expected:
+                raise StateError(f"{file}: {name} is damaged: its checksum is another one")
+    return Contents(arrays, document)
+
+
+def _header(file: "str | os.PathLike[str]") -> tuple[dict[str, Any], int]:
+    """The header of a file, which safetensors has checked, and where the data begin."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="np"):
+            pass
+        with open(file, "rb") as opened:
+            size = struct.unpack("<Q", opened.read(8))[0]
+            return json.loads(opened.read(size)), 8 + size
+    except SafetensorError as error:
+        raise StateError(f"{file} is no safetensors file, or is damaged: {error}") from None
+    except (ValueError, struct.error, RecursionError) as error:
+        raise StateError(f"{file}: its header cannot be read: {error}") from None
+
+
+def _view(file: Any, name: str, entry: Mapping[str, Any], data: np.ndarray) -> np.ndarray:
+    kind = _NAMES.get(entry["dtype"])
+    if kind is None:
+        raise StateError(f"{file}: {name} is of dtype {entry['dtype']}, which cannot be read here")
+    low, high = entry["data_offsets"]
+    return data[low:high].view(numpy_dtype(kind)).reshape(entry["shape"])
+
+
+def _as_written(file: Any, arrays: Mapping[str, np.ndarray], table: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
+    """The arrays with the dtypes and shapes that they were written with.
+
+    **Raises** `StateError` when they are not those that the document speaks of.
+    """
+    for name in sorted(arrays.keys() ^ table.keys()):
+        raise StateError(
+            f"{file}: {name} is {'missing' if name in table else 'not spoken of in the document'}; the file is damaged"
+        )
+    for name, (dtype, shape, _) in table.items():
+        array = arrays[name]
+        if dtype in _PAIRS and array.dtype.name == _PAIRS[dtype] and array.shape == (*shape, 2):
+            array = array.view(numpy_dtype(dtype)).reshape(shape)
+        if (array.dtype.name, list(array.shape)) != (dtype, shape):
+            raise StateError(
+                f"{file}: {name} is {array.dtype.name}{list(array.shape)}, and was written as {dtype}{shape}; the file is damaged"
+            )
+        yield name, array
