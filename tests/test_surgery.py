@@ -1,5 +1,6 @@
 """Models that change: heads swapped, layers moved, vocabularies resized, ties that come and go, states composed and cut."""
 
+import copy
 import json
 import re
 from collections.abc import Callable
@@ -240,7 +241,7 @@ def test_a_tie_that_is_gone_leaves_a_copy_of_the_state_at_each_place(sharing_bac
     table = sharing_backend.array(np.ones((4, 3)))
     model = {"embed": table, "head": table.T}
     state, model = op.update(op.setup(op.Adam(), model), model, {"embed": sharing_backend.array(np.arange(12.0).reshape(4, 3))})
-    apart = {"embed": sharing_backend.array(np.ones((4, 3))), "head": sharing_backend.array(np.ones((3, 4)))}
+    apart = {"embed": sharing_backend.array(np.ones((4, 3))), "head": sharing_backend.array(np.zeros((3, 4)))}
     new, report = op.adapt(state, apart)
     assert {str(a): str(b) for a, b in report.untied.items()} == {"head": "embed"}
     mu = [sharing_backend.read(leaf(new, name).slots["mu"]) for name in ("embed", "head")]
@@ -267,6 +268,16 @@ def test_a_tie_that_jit_hides_is_taken_from_the_state() -> None:
     assert not report.untied
     new, report = op.adapt(state, {**model, "head": model["head"] + 1})
     assert {str(a): str(b) for a, b in report.untied.items()} == {"head": "embed"}
+
+
+def test_a_tie_that_a_copy_of_views_has_lost_is_taken_from_the_state() -> None:
+    table = np.ones((4, 3))
+    model = {"embed": table, "head": table.T}
+    state = op.setup(op.Adam(), model)
+    copied = copy.deepcopy(model)
+    assert not np.shares_memory(copied["embed"], copied["head"])
+    new, report = op.adapt(state, copied)
+    assert (new, str(report)) == (state, "1 kept")
 
 
 def test_an_untied_place_has_to_have_its_array_first() -> None:

@@ -92,9 +92,9 @@ def adapt(
 ) -> tuple[State, Adapted]:
     """The state for a model that has changed: parameters that are still there keep their slots, count, rule and frozen flag.
 
-    They are found by name. Ties are looked for again; what JAX cannot show, since `jit` makes two arrays of one, is taken from the
-    old state where both places hold the same values. Slots follow their parameter into another dtype, another array library, and
-    onto other devices. What is new starts afresh, live.
+    They are found by name. Ties are looked for again; where arrays do not keep them (those of JAX through `jit`, views of NumPy
+    through copies), places that were tied and hold the same values still are. Slots follow their parameter into another dtype,
+    another array library, and onto other devices. What is new starts afresh, live.
 
     Nothing is shared that a step could write twice: where two parameters go on from one, each has slots of its own.
 
@@ -146,13 +146,13 @@ class _Source(NamedTuple):
 
 
 class Adapting:
-    """One call of `adapt`. With `copies`, no slot of the old state becomes one of the new."""
+    """One call of `adapt`. Of a state from a file no slot becomes one of the new, and the model is about to get its values."""
 
     def __init__(
-        self, state: State, model: Any, rename: Rename, resize: Any, rule: "RuleFor | None", *, copies: bool = False
+        self, state: State, model: Any, rename: Rename, resize: Any, rule: "RuleFor | None", *, from_file: bool = False
     ) -> None:
         self.old = state
-        self.copies = copies
+        self.from_file = from_file
         self.origins: list[tuple[Path, View] | None] = []
         self.rule = rule
         if rule is not None:
@@ -184,12 +184,15 @@ class Adapting:
         return sources
 
     def _with_old_ties(self, found: list[tuple[Parameter, Any]]) -> list[tuple[Parameter, Any]]:
-        """JAX's arrays that were one parameter and still hold the same values are one again: `jit` makes an array of each place."""
+        """Arrays that were one parameter and still hold the same values are one again.
+
+        `jit` makes an array of each place, and so do copies and pickles of NumPy's views. Modules of PyTorch keep their ties.
+        """
         first: dict[int, int] = {}
         merged: list[tuple[Parameter, Any] | None] = list(found)
         for number, (record, array) in enumerate(found):
             hit = next(iter(self._hits(record)), None)
-            if record.library != "jax" or hit is None:
+            if record.library == "torch" or hit is None:
                 continue
             other = first.setdefault(hit[1].at, number)
             stays = merged[other]
@@ -197,7 +200,7 @@ class Adapting:
                 continue
             view = _seen(self._hits(stays[0])[0], stays[0]).inverse.then(_seen(hit, record))
             fits = stays[0].dtype == record.dtype and shape_through(view, stays[0].shape) == record.shape
-            if fits and equal_values(view.apply(stays[1]), array):
+            if fits and (self.from_file or equal_values(view.apply(stays[1]), array)):
                 own = (Alias(each.path, view.then(each.view), each.owners) for each in record.aliases)
                 aliases = (*stays[0].aliases, Alias(record.path, view, record.owners), *own)
                 merged[other] = stays[0]._replace(aliases=aliases), stays[1]
@@ -323,7 +326,7 @@ class Adapting:
         fresh: tuple[Any, ...] | None = None
         program = program_of(self.rules[record.group])
         same_place = (record.library, record.device, record.dtype, record.shape) == (old.library, old.device, old.dtype, old.shape)
-        if view == SAME and same_place and first and not self.copies:
+        if view == SAME and same_place and first and not self.from_file:
             return own
         slots = []
         for number, slot in enumerate(own):

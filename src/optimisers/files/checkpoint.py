@@ -142,7 +142,7 @@ def load(
 
     old = restored(contents.document, contents.arrays, None if choose is None else given, file)
     places_of_state = [*old.layout.index, *old.layout.excluded]
-    adapting = Adapting(old, model, _plain_names(rename, places_of_state, places), resize, rule, copies=True)
+    adapting = Adapting(old, model, _plain_names(rename, places_of_state, places), resize, rule, from_file=True)
     state, report = adapting.done()
     if strict:
         _check_fit(file, report, resized=resize is not None)
