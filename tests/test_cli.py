@@ -1,5 +1,6 @@
 """The command line: help, errors, exit codes, and the program as a shell starts it."""
 
+import json
 import os
 import runpy
 import signal
@@ -8,7 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import safetensors.numpy
 
 import optimisers as op
 from optimisers import cli, demo
@@ -184,3 +187,129 @@ def test_program_ended_by_ctrl_c_reports_writes_and_shows_no_traceback(tmp_path:
     assert err == ""
     assert "Interrupted after" in out
     assert {file.name for file in tmp_path.iterdir()} == {"losses.png", "sample.txt", "metrics.json"}
+
+
+# Files ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[str, str]:
+    """A run, and the same run a step later, with its trunk thawed."""
+    model: Any = {"embed": np.ones((4, 3)), "trunk": [{"w": np.ones((2, 2))}], "n": np.arange(3)}
+    model["head"] = model["embed"].T
+    state = op.setup(op.AdamW(lambda step: 1e-3), model).freeze("trunk").freeze("embed", rows=[0])
+    state, model = op.update(state, model, {"embed": np.ones((4, 3))})
+    names = str(tmp_path / "a.safetensors"), str(tmp_path / "b.safetensors")
+    op.save(names[0], state, model)
+    state, model = op.update(state.thaw("trunk"), model, {"embed": np.ones((4, 3)), "trunk.0.w": np.ones((2, 2))})
+    op.save(names[1], state, model)
+    return names
+
+
+def test_show_tells_what_is_in_a_file(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", files[0]]) == 0
+    shown = capsys.readouterr().out
+    for text in (
+        "4 × 3",
+        "1 rows frozen, tied: head",
+        "A = AdamW(lr=files.<locals>.<lambda>",
+        "no parameter",
+        "step 1; 256 B of state",
+    ):
+        assert text in shown
+    assert "\x1b" not in shown
+    assert main(["show", files[0], "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    embed, trunk = found["parameters"]
+    assert (embed["path"], embed["step"], embed["ties"], embed["frozen_rows"], embed["bytes"]) == (
+        "embed",
+        1,
+        ["head"],
+        [[0, 1]],
+        192,
+    )
+    assert (trunk["frozen"], trunk["slots"]) == (True, ["mu", "nu"])
+    assert found["totals"] == {"parameters": 2, "elements": 16, "frozen": 1, "state bytes": 256, "bytes": 408}
+
+
+def test_show_reads_files_of_other_tools(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    safetensors.numpy.save_file({"w": np.ones(3, np.float32)}, tmp_path / "m.safetensors")
+    assert main(["show", str(tmp_path / "m.safetensors")]) == 0
+    assert "12 B in all" in capsys.readouterr().out
+
+
+def test_diff_tells_what_moved_and_by_how_much(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diff", *files]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert "moved     trunk.0.w/mu  by 0.1 at most, from zero" in lines
+    assert "changed   trunk.0.w  step 0 -> 1  frozen True -> False" in lines
+    assert main(["diff", files[0], files[0]]) == 0
+    assert capsys.readouterr().out == ""
+    assert main(["diff", *files, "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["changed"]["embed"] == {"step": [1, 2]}
+    assert found["moved"]["embed/mu"]["most"] == pytest.approx(0.09)
+
+
+def test_diff_tells_what_came_and_went(files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = {"embed": np.ones((5, 3), np.float32), "more": np.ones(1)}
+    op.save(tmp_path / "c.safetensors", op.setup(op.SGD(0.1), model), model)
+    assert main(["diff", files[0], str(tmp_path / "c.safetensors")]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    cast = "cast      embed  float64 -> float32"
+    for line in ("added     more", "gone      embed/mu", "gone      n", "reshaped  embed  [4, 3] -> [5, 3]", cast):
+        assert line in lines
+
+
+def test_rename_writes_other_names_and_the_state_goes_on(
+    files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = str(tmp_path / "c.safetensors")
+    assert main(["rename", files[0], out, "--map", "trunk=blocks.first", "--regex", r"^(embed|head)$=io.\1"]) == 0
+    assert "trunk.0.w -> blocks.first.0.w" in capsys.readouterr().out.splitlines()
+    rule = op.AdamW(lambda step: 1e-3)
+    old, new = (op.load(file, rule=rule).state for file in (files[0], out))
+    assert [str(path) for path in new] == ["io.embed", "blocks.first.0.w"]
+    assert {str(path) for path in new["io.embed"].ties} == {"io.head"}
+    assert new["io.embed"].frozen_rows == old["embed"].frozen_rows
+    np.testing.assert_array_equal(new["blocks.first.0.w"].slots["mu"], old["trunk.0.w"].slots["mu"])
+    assert main(["rename", files[0], out, "--map", "trnk=blocks"]) == 1
+    assert 'did you mean "trunk"?' in capsys.readouterr().err
+    assert main(["rename", files[0], out, "--map", "embed=head"]) == 1
+    assert "embed and head would both be called head" in capsys.readouterr().err
+    assert main(["rename", files[0], out]) == 1
+    assert exits("rename", files[0], out, "--map", "embed") == 2
+
+
+def test_check_compares_a_state_with_a_model(files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = str(tmp_path / "model.safetensors")
+    values = {"embed": np.ones((4, 3)), "trunk.0.w": np.ones((2, 2)), "n": np.arange(3)}
+    safetensors.numpy.save_file(values, model)
+    assert main(["check", files[0], model]) == 0
+    assert capsys.readouterr().out == "it fits\n"
+    safetensors.numpy.save_file({"embed": np.ones((5, 3)), "more": np.ones(2)}, model)
+    assert main(["check", files[0], model]) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "embed: shape [4, 3] in the state, [5, 3] in the model",
+        "trunk.0.w: not in the model",
+        "more: in the model, without a state",
+    ]
+    assert main(["check", model, files[0]]) == 1
+    assert "holds no state" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["show", "diff", "rename", "check"])
+def test_a_file_that_is_damaged_or_missing_is_an_error(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bad = tmp_path / "bad.safetensors"
+    bad.write_bytes(b"nothing")
+    more = {"show": [], "diff": [str(bad)], "rename": [str(bad), "--map", "a=b"], "check": [str(bad)]}[command]
+    assert main([command, str(bad), *more]) == 1
+    assert "is no safetensors file, or is damaged" in capsys.readouterr().err
+    assert main([command, str(tmp_path / "none"), *more]) == 1
+    assert "No such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
+def test_completion_of_a_shell_is_printed(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exits("--print-completion", shell) == 0
+    assert "rename" in capsys.readouterr().out

@@ -1,10 +1,14 @@
 """The command `optimisers`: its subcommands, and how errors and interruptions end it."""
 
 import argparse
+import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import shtab
 
 from optimisers import __version__
 from optimisers.errors import OptimiserError
@@ -20,6 +24,11 @@ examples:
   optimisers demo                    train a small language model, in about a minute
   optimisers demo --steps 200        the same, less well and faster
   optimisers demo --seed 1 --out run
+  optimisers show run.safetensors    parameters, rules, counts, what is frozen, bytes
+  optimisers diff a.safetensors b.safetensors --json
+  optimisers rename old.safetensors new.safetensors --map encoder=backbone.encoder
+  optimisers check run.safetensors model.safetensors
+  optimisers --print-completion bash > ~/.local/share/bash-completion/completions/optimisers
 """
 
 
@@ -30,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     - `argv`: the arguments, without the name of the program; by default those of the process.
 
-    **Returns** 0 when all went well, 1 after an error, 130 after Ctrl-C.
+    **Returns** 0 when all went well, 1 after an error (and where `diff` or `check` found something), 130 after Ctrl-C.
 
     **Raises** `SystemExit` with code 2 for arguments that cannot be read, as `argparse` does, and with code 0 after `--help`.
     """
@@ -53,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"optimisers {__version__}")
+    shtab.add_argument_to(parser, "--print-completion", help="print the completion of a shell, and exit")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for add in _COMMANDS:
         add(commands)
@@ -98,7 +108,140 @@ def _demo(arguments: argparse.Namespace) -> int:
     return 0 if finished else INTERRUPTED
 
 
-_COMMANDS = (_add_demo,)
+def _add_show(commands: Any) -> None:
+    command = commands.add_parser("show", help="what is in a file", description="Parameters, rules, counts, ties, bytes of a file.")
+    _add_file(command, "file", "a file that optimisers.save or another tool has written")
+    _add_json(command)
+    command.set_defaults(run=_show)
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    from optimisers.files import inspect
+
+    found = inspect.contents_of(arguments.file)
+    return _print(found if arguments.json else inspect.shown(found), arguments.json)
+
+
+def _add_diff(commands: Any) -> None:
+    command = commands.add_parser(
+        "diff",
+        help="how two files differ",
+        description="What was added, is gone, reshaped, cast, moved by how much, or changed. The exit code is 1 where they differ.",
+    )
+    _add_file(command, "first", "the old file")
+    _add_file(command, "second", "the new file")
+    _add_json(command)
+    command.set_defaults(run=_diff)
+
+
+def _diff(arguments: argparse.Namespace) -> int:
+    from optimisers.files import inspect
+
+    found = inspect.diff(arguments.first, arguments.second)
+    if arguments.json:
+        _print(found, plain=True)
+    else:
+        for word, some in found.items():
+            for name in some:
+                _say(f"{word:9} {name}{_change(some[name]) if isinstance(some, dict) else ''}")
+    return FAILED if any(found.values()) else 0
+
+
+def _change(value: Any) -> str:
+    if isinstance(value, list):
+        return f"  {value[0]} -> {value[1]}"
+    if "most" in value:
+        share = "from zero" if value["relative"] is None else f"{value['relative']:.3g} of its length"
+        return f"  by {value['most']:.3g} at most, {share}"
+    return "".join(f"  {key} {old} -> {new}" for key, (old, new) in value.items())
+
+
+def _add_rename(commands: Any) -> None:
+    command = commands.add_parser(
+        "rename",
+        help="write a file with other names",
+        description="Names change all at once; a branch takes what is below it along. Regular expressions are over spelled paths.",
+    )
+    _add_file(command, "file", "the file to read")
+    command.add_argument("out", type=Path, help="the file to write; it may be the same")
+    command.add_argument("--map", action="append", default=[], type=_pair, metavar="OLD=NEW", help="a branch, and its new name")
+    command.add_argument(
+        "--regex", action="append", default=[], type=_pair, metavar="PATTERN=NEW", help="a regular expression, and its replacement"
+    )
+    _add_json(command)
+    command.set_defaults(run=_rename)
+
+
+def _rename(arguments: argparse.Namespace) -> int:
+    from optimisers.files import inspect
+
+    if not arguments.map and not arguments.regex:
+        return _fail("say what is to be renamed, with --map OLD=NEW or --regex PATTERN=NEW")
+    names: dict[Any, str] = dict(arguments.map)
+    names |= {re.compile(pattern): new for pattern, new in arguments.regex}
+    renamed = inspect.rename(arguments.file, arguments.out, names)
+    if arguments.json:
+        return _print(renamed, plain=True)
+    for old, new in renamed.items():
+        _say(f"{old} -> {new}")
+    return 0
+
+
+def _add_check(commands: Any) -> None:
+    command = commands.add_parser(
+        "check",
+        help="whether a state fits a model",
+        description="Compares a state with the values in another file, by name and shape. The exit code is 1 for a misfit.",
+    )
+    _add_file(command, "file", "the file with the state")
+    _add_file(command, "model", "a safetensors file with the values of the model")
+    _add_json(command)
+    command.set_defaults(run=_check)
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    from optimisers.files import inspect
+
+    found = inspect.misfits(arguments.file, arguments.model)
+    if arguments.json:
+        _print(found, plain=True)
+    else:
+        for line in found or ["it fits"]:
+            _say(line)
+    return FAILED if found else 0
+
+
+_COMMANDS = (_add_demo, _add_show, _add_diff, _add_rename, _add_check)
+
+
+def _add_file(command: argparse.ArgumentParser, name: str, text: str) -> None:
+    command.add_argument(name, type=Path, help=text).complete = shtab.FILE  # type: ignore[attr-defined]
+
+
+def _add_json(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--json", action="store_true", help="print plain data instead of text")
+
+
+def _pair(given: str) -> tuple[str, str]:
+    old, sign, new = given.partition("=")
+    if not sign:
+        raise argparse.ArgumentTypeError(f"{given!r} has no = between the old name and the new one")
+    return old, new
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+
+
+def _print(value: Any, plain: bool) -> int:
+    if plain:
+        _say(json.dumps(value, indent=2))
+        return 0
+    from rich.console import Console
+
+    # A terminal gets colours and its own width; a pipe gets neither.
+    Console().print(value) if sys.stdout.isatty() else _say(str(value))
+    return 0
 
 
 def _at_least(least: int) -> Any:

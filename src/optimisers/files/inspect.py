@@ -1,0 +1,238 @@
+"""Looking at files: what is in one, how two differ, whether one fits another; and their names changed. Rules may be code here."""
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from optimisers.errors import PathError, StateError
+from optimisers.files.document import spelled
+from optimisers.files.tensors import Contents, read, write
+from optimisers.model.paths import Path
+from optimisers.model.renaming import renamer
+from optimisers.report import Summary, size_of
+
+__all__ = ["contents_of", "diff", "misfits", "rename", "shown"]
+
+_HEADINGS = ("parameter", "shape", "dtype", "rule", "steps", "state", "notes")
+
+
+def contents_of(file: "str | os.PathLike[str]") -> dict[str, Any]:
+    """What is in a file, as plain data: its parameters, with rule, count, flags, ties and bytes; other arrays; totals.
+
+    **Raises** `StateError` for a file that is damaged, `OSError` for one that cannot be read.
+    """
+    contents = read(file)
+    others = {
+        name: {"shape": list(array.shape), "dtype": array.dtype.name, "bytes": array.nbytes}
+        for name, array in contents.arrays.items()
+    }
+    if contents.document is None:
+        total = sum(each["bytes"] for each in others.values())
+        return {"schema": None, "parameters": [], "arrays": others, "totals": {"parameters": 0, "elements": 0, "bytes": total}}
+    try:
+        parameters = [_parameter(entry, contents) for entry in contents.document["parameters"]]
+        document = {key: contents.document[key] for key in ("schema", "step", "memory")}
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise StateError(f"{file}: the document in it describes no state ({type(error).__name__}: {error})") from error
+    for entry in parameters:
+        for name in [entry["path"], *(f"{entry['path']}/{slot}" for slot in entry["slots"])]:
+            others.pop(name, None)
+    totals = {
+        "parameters": len(parameters),
+        "elements": sum(_size(entry["shape"]) for entry in parameters),
+        "frozen": sum(entry["frozen"] for entry in parameters),
+        "state bytes": sum(entry["bytes"] for entry in parameters),
+        "bytes": sum(array.nbytes for array in contents.arrays.values()),
+    }
+    values = contents.document.get("values") is True
+    return {**document, "values": values, "parameters": parameters, "arrays": others, "totals": totals}
+
+
+def _parameter(entry: Mapping[str, Any], contents: Contents) -> dict[str, Any]:
+    document, path = contents.document, entry["path"]
+    slots = [slot for slot in entry["slots"] or () if slot is not None]
+    return {
+        "path": path,
+        "shape": list(entry["shape"]),
+        "dtype": entry["dtype"],
+        "library": entry["library"],
+        "rule": rule_text(document["rules"][entry["rule"]]),
+        "step": document["counters"][entry["counter"]],
+        "frozen": bool(entry["frozen"]),
+        "frozen_rows": [list(run) for run in entry["frozen_rows"]],
+        "ties": [alias for alias, _ in entry["ties"]],
+        "masked": list(entry["masked"]),
+        "slots": slots,
+        "bytes": sum(contents.arrays[f"{path}/{slot}"].nbytes for slot in slots),
+    }
+
+
+def _size(shape: Iterable[int]) -> int:
+    return int(np.prod(list(shape), dtype=np.int64))
+
+
+def rule_text(data: Any) -> str:
+    """A rule of a document as a person reads it."""
+    if isinstance(data, list):
+        return f"({', '.join(map(rule_text, data))})"
+    if not isinstance(data, Mapping):
+        return repr(data)
+    if "chain" in data:
+        return f"Chain({', '.join(map(rule_text, data['chain']))})"
+    if "code" in data:
+        return str(data["code"])
+    if "array" in data:
+        return "…"
+    values = ", ".join(f"{name}={rule_text(value)}" for name, value in data["with"].items())
+    return f"{data.get('rule') or data.get('schedule')}({values})"
+
+
+def shown(found: Mapping[str, Any]) -> Summary:
+    """The contents of a file as a table."""
+    letters: dict[str, str] = {}
+    rows = []
+    for entry in found["parameters"]:
+        letter = letters.setdefault(entry["rule"], _letter(len(letters)))
+        notes = ["frozen"] if entry["frozen"] else []
+        notes += [f"{sum(stop - start for start, stop in entry['frozen_rows'])} rows frozen"] if entry["frozen_rows"] else []
+        notes += [f"tied: {path}" for path in entry["ties"]] + [f"masked: {path}" for path in entry["masked"]]
+        shape = " × ".join(map(str, entry["shape"]))
+        rows.append((entry["path"], shape, entry["dtype"], letter, str(entry["step"]), size_of(entry["bytes"]), ", ".join(notes)))
+    for name, each in found["arrays"].items():
+        rows.append((name, " × ".join(map(str, each["shape"])), each["dtype"], "", "", size_of(each["bytes"]), "no parameter"))
+    totals = found["totals"]
+    parts = [f"{totals['parameters']:,} parameters, {totals['elements']:,} elements"] if found["parameters"] else []
+    parts += [f"step {found['step']}", f"{size_of(totals['state bytes'])} of state"] if found["parameters"] else []
+    parts.append(f"{size_of(totals['bytes'])} in all")
+    return Summary(_HEADINGS, tuple(rows), tuple((letter, text) for text, letter in letters.items()), "; ".join(parts))
+
+
+def _letter(at: int) -> str:
+    return chr(ord("A") + at) if at < 26 else f"R{at}"
+
+
+# Two files ------------------------------------------------------------------------------------------------------------
+
+
+def diff(first: "str | os.PathLike[str]", second: "str | os.PathLike[str]") -> dict[str, Any]:
+    """How the second file differs from the first, as plain data.
+
+    - `added`, `gone`: names of arrays; `reshaped`: names with both shapes, `cast`: with both dtypes.
+    - `moved`: for arrays of other values the greatest change, and the length of the change relative to that of the old values.
+    - `changed`: for parameters what else is different: rule, count, flags, ties.
+    """
+    a, b = read(first), read(second)
+    found: dict[str, Any] = {
+        "added": sorted(b.arrays.keys() - a.arrays.keys()),
+        "gone": sorted(a.arrays.keys() - b.arrays.keys()),
+        "reshaped": {},
+        "cast": {},
+        "moved": {},
+        "changed": {},
+    }
+    for name in sorted(a.arrays.keys() & b.arrays.keys()):
+        old, new = a.arrays[name], b.arrays[name]
+        if old.dtype != new.dtype:
+            found["cast"][name] = [old.dtype.name, new.dtype.name]
+        if old.shape != new.shape:
+            found["reshaped"][name] = [list(old.shape), list(new.shape)]
+        elif not np.array_equal(_bits(old), _bits(new)):
+            found["moved"][name] = _distance(old, new)
+    facts = [{entry["path"]: entry for entry in contents_of(each)["parameters"]} for each in (first, second)]
+    for path in facts[0].keys() & facts[1].keys():
+        keys = ("rule", "step", "frozen", "frozen_rows", "ties", "masked")
+        own = {key: [facts[0][path][key], facts[1][path][key]] for key in keys if facts[0][path][key] != facts[1][path][key]}
+        if own:
+            found["changed"][path] = own
+    return found
+
+
+def _bits(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8) if array.size else np.empty(0, np.uint8)
+
+
+def _distance(old: np.ndarray, new: np.ndarray) -> dict[str, float | None]:
+    wide = np.complex128 if old.dtype.kind == "c" else np.float64
+    a, b = old.astype(wide).reshape(-1), new.astype(wide).reshape(-1)
+    with np.errstate(all="ignore"):
+        length = float(np.linalg.norm(a))
+        change = b - a
+        return {"most": float(np.abs(change).max()), "relative": float(np.linalg.norm(change)) / length if length else None}
+
+
+def misfits(file: "str | os.PathLike[str]", model: "str | os.PathLike[str]") -> list[str]:
+    """What of a file does not fit the model whose values another file holds; nothing, when it fits."""
+    mine = contents_of(file)
+    theirs = {name: list(array.shape) for name, array in read(model).arrays.items() if not _is_slot(name)}
+    known = contents_of(model)
+    aliases = {alias for entry in known["parameters"] for alias in entry["ties"]}
+    theirs |= {entry["path"]: entry["shape"] for entry in known["parameters"]}
+    if not mine["parameters"]:
+        raise StateError(f"{file} holds no state")
+    found = []
+    for entry in mine["parameters"]:
+        places = [entry["path"], *entry["ties"]]
+        place = next((path for path in places if path in theirs), None)
+        if place is None:
+            found += [] if aliases.intersection(places) else [f"{entry['path']}: not in the model"]
+        elif place == entry["path"] and theirs[place] != entry["shape"]:
+            found.append(f"{place}: shape {entry['shape']} in the state, {theirs[place]} in the model")
+    states = {path for entry in mine["parameters"] for path in (entry["path"], *entry["ties"])} | set(mine["arrays"])
+    found += [f"{name}: in the model, without a state" for name in theirs if name not in states]
+    return found
+
+
+def _is_slot(name: str) -> bool:
+    return re.search(r'/[^"/]+$', name) is not None
+
+
+# Names ----------------------------------------------------------------------------------------------------------------
+
+
+def rename(file: "str | os.PathLike[str]", out: "str | os.PathLike[str]", names: Mapping[Any, Any]) -> dict[str, str]:
+    """Write a file whose parameters and other arrays have other names, as `adapt(rename=…)` takes them. Returns what was renamed.
+
+    **Raises** `PathError` for names that match nothing, or two that become one.
+    """
+    contents = read(file)
+    document = contents.document
+    entries = [] if document is None else document["parameters"]
+    slots = {
+        f"{entry['path']}/{slot}": (entry["path"], slot) for entry in entries for slot in entry["slots"] or () if slot is not None
+    }
+    places = {Path(name) for name in contents.arrays if name not in slots and not name.startswith("/")}
+    places |= {Path(path) for entry in entries for path in (entry["path"], *(alias for alias, _ in entry["ties"]))}
+    change = renamer(names, places)
+    taken: dict[Path, Path] = {}
+    for path in sorted(places, key=str):
+        new = change(path)
+        if new is None:
+            raise PathError(f"{path} would get no name; leave it out of the file when it is loaded: load(…, rename=…)")
+        if taken.setdefault(new, path) != path:
+            raise PathError(f"{taken[new]} and {path} would both be called {new}")
+    new_names = {spelled(old): spelled(new) for new, old in taken.items()}
+
+    def named(text: str) -> str:
+        return new_names.get(text, text)
+
+    arrays = {}
+    for name, array in contents.arrays.items():
+        owner, slot = slots.get(name, (name, None))
+        arrays[named(owner) if slot is None else f"{named(owner)}/{slot}"] = array
+    if document is None:
+        raise StateError(f"{file} holds no state of this library; its names are changed as it is loaded: load(…, rename=…)")
+    parameters = [
+        {
+            **entry,
+            "path": named(entry["path"]),
+            "ties": [[named(alias), steps] for alias, steps in entry["ties"]],
+            "masked": sorted(map(named, entry["masked"])),
+        }
+        for entry in entries
+    ]
+    lists = {key: sorted(map(named, document[key])) for key in ("excluded", "detached")}
+    write(out, arrays, {**document, "parameters": parameters, **lists})
+    return {old: new for old, new in new_names.items() if old != new}
