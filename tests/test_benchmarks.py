@@ -138,3 +138,11 @@ def test_quick_run_on_modules_of_pytorch_measures_every_figure_and_writes_json(t
     against_fused = figures["GPT-2 small, optimisers, against PyTorch fused"]["value"]
     assert against_fused == timings["optimisers"]["minimum"] / timings["PyTorch fused"]["minimum"]
     assert sum(figure["section"] == "rules" for figure in found["figures"]) == 13
+
+
+def test_quick_run_of_files_measures_every_figure(tmp_path: Path):
+    done = run("--quick", "--out", str(tmp_path), module="benchmarks.files")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "files.json").read_text())
+    assert [figure["target"] for figure in found["figures"]] == [1.25, 1.25, 1.2, 1.2]
+    assert {who for taken in found["timings"].values() for who in taken} == {"optimisers", "safetensors"}

@@ -6,6 +6,7 @@ import re
 import stat
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -602,6 +603,24 @@ def test_a_process_that_is_killed_while_it_saves_leaves_a_whole_file(file: Path)
         [sys.executable, "-m", "tests.killed", str(file), "200"], cwd=ROOT, check=True, capture_output=True, text=True, timeout=300
     )
     assert done.stdout == "200 times killed, 200 times whole\n"
+
+
+def test_saving_copies_nothing_and_loading_everything_once(file: Path) -> None:
+    model = {name: np.ones(500_000) for name in "abcd"}
+    state, model = op.update(op.setup(op.Adam(), model), model, model)
+    total = 3 * sum(each.nbytes for each in model.values())
+
+    def peak(call: Any) -> int:
+        tracemalloc.start()
+        kept = call()
+        found = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        del kept
+        return found
+
+    assert peak(lambda: op.save(file, state, model)) < 0.1 * total
+    assert peak(lambda: op.load(file, model)) < 1.2 * total
+    assert peak(lambda: op.load(file)) < 1.2 * total
 
 
 def test_a_failed_save_leaves_nothing_behind(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
