@@ -7,6 +7,7 @@ import copy
 import math
 import os
 import pickle
+import tempfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -781,7 +782,7 @@ def no_gradient(draw: Draw, shape: tuple[int, ...]) -> Any:
 
 
 SURGERY = ("freeze", "thaw", "freeze_or_thaw_rows", "mask", "unmask", "adjust", "replace", "reset", "drop", "untie", "tie")
-DEEDS = ("nothing", *SURGERY, "copy_or_pickle", "look_at_a_branch", "refuse")
+DEEDS = ("nothing", *SURGERY, "copy_or_pickle", "move_away_and_back", "look_at_a_branch", "refuse")
 
 
 class Training(RuleBasedStateMachine):
@@ -1090,6 +1091,35 @@ class Training(RuleBasedStateMachine):
                 assert world.state == before
         assert str(world.state)
         assert op.summary(world.state)
+
+    def move_away_and_back(self, data: st.DataObject) -> None:
+        """Through a file, under another name, into a larger model, or simply anew: nothing is lost."""
+        world, state = self.world, self.world.state
+        if state.detached:
+            return  # the model still has one array at both places
+        deep, up = op.Path(("m", 0)), {"m": [world.model]}
+        how = data.draw(st.sampled_from(["file", "state alone", "adapt", "rename", "compose"]))
+        if how in ("file", "state alone"):
+            with tempfile.TemporaryDirectory() as folder:
+                op.save(f"{folder}/run", state, world.model if how == "file" else None)
+                rule = lambda record: state.rules[state.parameters[state.layout.index[record.path]].group]  # noqa: E731
+                new, model, report = op.load(f"{folder}/run", world.model, rule=rule)
+            assert bits(model) == bits(world.model)
+            world.model = model
+        elif how == "adapt":
+            new, report = op.adapt(state, world.model)
+        elif how == "rename":
+            there, _ = op.adapt(state, up, rename={"": deep})
+            new, report = op.adapt(there, world.model, rename={deep: ""})
+        else:
+            there, report = op.adapt(op.compose({deep: state}), up)
+            assert not report.fresh
+            branch = there[deep]
+            alone = isinstance(branch, op.State)  # where the model is one array, it is a leaf
+            new, report = op.adapt(branch, world.model) if alone else op.adapt(there, world.model, rename={deep: ""})
+        assert (len(report.kept), report.fresh, report.dropped, report.tied, report.untied) == (len(state), {}, (), {}, {})
+        assert facts(new) == facts(state)
+        world.state = new
 
     def look_at_a_branch(self, data: st.DataObject) -> None:
         world = self.world
