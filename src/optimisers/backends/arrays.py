@@ -64,7 +64,7 @@ def device_of(array: Any, library: str) -> Any:
     if library == "numpy":
         return None
     if library == "torch":
-        from optimisers.backends.shards import spread_of
+        from optimisers.backends.spread import spread_of
 
         return spread_of(array) or array.device
     if library != "jax":
@@ -134,9 +134,9 @@ def array_beside(values: np.ndarray, like: Any) -> Any:
         return values
     if library_of(like) != "torch":
         return namespace_of(like).asarray(values)
-    from optimisers.backends import shards
+    from optimisers.backends import spread
 
-    return shards.beside(values, like)
+    return spread.beside(values, like)
 
 
 def real_dtype(name: str) -> str:

@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from optimisers.backends import array_api, shards
+from optimisers.backends import array_api, shards, spread
 from optimisers.backends.array_api import derive, element_ranges, moved, reached, through
 from optimisers.backends.arrays import compute_dtype, namespace_of, real_dtype
 from optimisers.backends.base import Batch, Scalars, check
 from optimisers.backends.lists import Recorder, Tape, Value
 from optimisers.backends.namespace import namespace
-from optimisers.backends.shards import Spread, spread_of
+from optimisers.backends.spread import Spread, spread_of
 from optimisers.backends.torch_kernels import Fused, fused_kernel
 from optimisers.rules.program import Member, Program
 
@@ -30,7 +30,7 @@ _WAVE = 131_072
 def zeros(shape: tuple[int, ...], dtype: str, library: str, device: Any) -> torch.Tensor:
     """A fresh slot."""
     if isinstance(device, Spread):
-        return shards.zeros(shape, getattr(torch, dtype), device)
+        return spread.zeros(shape, getattr(torch, dtype), device)
     return torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
 
 
@@ -154,7 +154,7 @@ def _slots_out(batch: Batch) -> list[tuple[Any, ...]]:
 
 def _spread(tensor: torch.Tensor, like: Any) -> Any:
     """A tensor, distributed as another one is."""
-    return tensor if spread_of(like) is None else shards.whole(tensor, like)
+    return tensor if spread_of(like) is None else spread.whole(tensor, like)
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -377,9 +377,9 @@ def _write(targets: list[list[torch.Tensor]], new: list[Any], wave: _Wave) -> No
 
 def _run_whole(batch: Batch, length: int, step: bool) -> tuple[list[Any], list[tuple[Any, ...]]]:
     new, slots = array_api.run(batch, length, step=step)
-    new = [shards.placed(each, old) for each, old in zip(new, batch.params, strict=True)]
+    new = [spread.placed(each, old) for each, old in zip(new, batch.params, strict=True)]
     slots = [
-        tuple([shards.placed(each, old) for each, old in zip(some, before, strict=True)])
+        tuple([spread.placed(each, old) for each, old in zip(some, before, strict=True)])
         for some, before in zip(slots, batch.slots, strict=True)
     ]
     if not step:

@@ -109,9 +109,9 @@ def converted(array: Any, dtype: str, library: str, device: Any) -> Any:
         array = from_numpy(to_numpy(array), library)
     array = copied_as(array, dtype, library)
     if library == "torch" and device is not None:
-        from optimisers.backends import shards
+        from optimisers.backends import spread
 
-        return shards.moved(array, device)
+        return spread.moved(array, device)
     if library == "jax" and device is not None and not is_traced(array):
         import jax
 
