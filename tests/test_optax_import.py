@@ -1,0 +1,93 @@
+"""States of Optax taken over: training goes on with the same numbers."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optimisers as op
+from optimisers.errors import ShapeError, StateError
+from optimisers.interop.optax_import import state_from_optax
+from optimisers.schedules import Linear
+from tests.conftest import leaf
+
+SHAPES = {"w": (3, 2), "b": (2,)}
+
+
+def _grads(at: int) -> dict[str, Any]:
+    rng = np.random.default_rng(at)
+    return {name: jnp.asarray(rng.normal(size=shape)) for name, shape in SHAPES.items()}
+
+
+def _params() -> dict[str, Any]:
+    return {name: jnp.ones(shape) for name, shape in SHAPES.items()}
+
+
+CASES: dict[str, tuple[optax.GradientTransformation, Any]] = {
+    "adam": (optax.adam(0.1, b1=0.8), op.Adam(0.1, betas=(0.8, 0.999))),
+    "adamw": (optax.adamw(0.1, weight_decay=0.02), op.AdamW(0.1, weight_decay=0.02)),
+    "momentum": (optax.sgd(0.1, momentum=0.9), op.Momentum(0.1, momentum=0.9)),
+    "nesterov": (optax.sgd(0.1, momentum=0.9, nesterov=True), op.Nesterov(0.1, momentum=0.9)),
+    "sgd": (optax.sgd(0.1), op.Descent(0.1)),
+    "lion": (optax.lion(0.1, weight_decay=0.0), op.Lion(0.1, weight_decay=0.0)),
+    "a chain with a schedule": (
+        optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(optax.linear_schedule(0.1, 0.0, 10), weight_decay=0.0)),
+        op.Chain(op.ClipGlobalNorm(0.5), op.AdamW(Linear(0.1, 0.0, 10), weight_decay=0.0)),
+    ),
+    "momentum with a schedule": (
+        optax.sgd(optax.linear_schedule(0.1, 0.0, 10), momentum=0.9),
+        op.SGD(Linear(0.1, 0.0, 10), momentum=0.9),
+    ),
+    "hyperparameters in the state": (optax.inject_hyperparams(optax.adam)(0.1), op.Adam(0.1)),
+    "partition": (
+        optax.partition({"a": optax.adam(0.1), "m": optax.sgd(0.2, momentum=0.5)}, {"w": "a", "b": "m"}),
+        {"w": op.Adam(0.1), "b": op.SGD(0.2, momentum=0.5)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("library", ["jax", "numpy"])
+def test_training_goes_on_with_the_same_numbers(name: str, library: str) -> None:
+    theirs, rule = CASES[name]
+    params: Any = _params()
+    opt_state = theirs.init(params)
+    for at in range(3):
+        updates, opt_state = theirs.update(_grads(at), opt_state, params)
+        params = optax.apply_updates(params, updates)
+    place = np.asarray if library == "numpy" else jnp.asarray
+    model: Any = jax.tree.map(place, params)
+    state = state_from_optax(opt_state, model, rule, step=3 if name in ("momentum", "nesterov", "sgd", "partition") else None)
+    assert state.step == 3
+    assert {each.step for each in state.leaves()} == {3}
+    for at in range(3, 6):
+        updates, opt_state = theirs.update(_grads(at), opt_state, params)
+        params = optax.apply_updates(params, updates)
+        state, model = op.update(state, model, jax.tree.map(place, _grads(at)))
+    for key, array in params.items():
+        np.testing.assert_allclose(model[key], array, rtol=1e-6, atol=1e-7)
+
+
+def test_what_was_masked_starts_afresh_with_a_count_of_its_own() -> None:
+    theirs = optax.masked(optax.adam(0.1), {"w": True, "b": False})
+    params = _params()
+    _, opt_state = theirs.update(_grads(0), theirs.init(params), params)
+    state = state_from_optax(opt_state, params, op.Adam(0.1))
+    assert {str(each.path): each.step for each in state.leaves()} == {"b": 0, "w": 1}
+    assert not leaf(state, "b").slots["mu"].any()
+
+
+def test_what_cannot_be_taken_over_is_named() -> None:
+    params = _params()
+    opt_state = optax.adam(0.1).init(params)
+    with pytest.raises(StateError, match=r"b: RMSProp keeps nu, which no state of Optax has .* there are Adam, AdamW, Lion, SGD"):
+        state_from_optax(opt_state, params, op.RMSProp(0.1))
+    with pytest.raises(ShapeError, match=r"w: mu has shape \(3, 2\) in the state, the parameter \(4, 2\)"):
+        state_from_optax(opt_state, {**params, "w": jnp.ones((4, 2))}, op.Adam(0.1))
+    with pytest.raises(StateError, match="b: the state of Optax has mu for it 2 times"):
+        state_from_optax(optax.chain(optax.adam(0.1), optax.lion(0.1)).init(params), params, op.Adam(0.1))
+    with pytest.raises(StateError, match="b: the state of Optax has mu for it, and mu, nu are needed"):
+        state_from_optax(optax.lion(0.1).init(params), params, op.Adam(0.1))
