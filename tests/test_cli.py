@@ -279,6 +279,8 @@ def test_rename_writes_other_names_and_the_state_goes_on(
     assert "embed and head would both be called head" in capsys.readouterr().err
     assert main(["rename", files[0], out]) == 1
     assert exits("rename", files[0], out, "--map", "embed") == 2
+    assert main(["rename", files[0], out, "--regex", "([=x"]) == 1
+    assert "'([' is no regular expression" in capsys.readouterr().err
 
 
 def test_check_compares_a_state_with_a_model(files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

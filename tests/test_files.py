@@ -257,6 +257,23 @@ def test_what_is_code_is_given_again_and_its_numbers_come_from_the_file(file: Pa
         op.load(file, model, rule={"b": OfTheUser(), "**": op.SGD()})
 
 
+def test_a_rule_of_the_users_is_not_taken_for_one_of_the_library(file: Path) -> None:
+    @op.rule
+    class Descent(op.Rule):
+        lr: op.Hyper = 0.5
+
+        def scalars(self, step: Any) -> dict[str, Any]:
+            return {"lr": self.lr}
+
+        def kernel(xp: Any, g: Any, p: Any, h: Any) -> Any:
+            return -h.lr * g
+
+    op.save(file, op.setup(Descent(), {"w": np.ones(2)}))
+    assert type(op.load(file).state.rules[0]) is Descent
+    op.save(file, op.setup(op.Descent(), {"w": np.ones(2)}))
+    assert type(op.load(file).state.rules[0]) is op.Descent
+
+
 def test_a_rule_that_is_not_there_is_an_error_and_nothing_is_imported(file: Path) -> None:
     state = op.setup(op.Adam(), {"w": np.ones(2)})
     document, arrays = tensors_of(file, state)
@@ -381,6 +398,74 @@ def test_transformers_reads_what_it_saved_into_a_state_of_ours(tmp_path: Path) -
     op.load(tmp_path / "model.safetensors", other)
     for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True):
         assert torch.equal(a, b)
+
+
+def test_slots_that_start_as_the_parameter_start_as_the_one_in_the_file(file: Path) -> None:
+    def made(value: float, requires_grad: bool) -> nn.Module:
+        module = nn.Module()
+        module.register_parameter("w", nn.Parameter(torch.full((3,), value), requires_grad=requires_grad))
+        return module
+
+    module = made(5.0, requires_grad=False)
+    op.save(file, op.setup(op.Chain(op.SGD(0.1), op.Lookahead()), module), module)
+    again, _, _ = op.load(file, made(0.0, requires_grad=True))
+    (slow,) = leaf(again, "w").slots.values()
+    assert slow.tolist() == [5.0, 5.0, 5.0]
+
+
+def test_values_that_would_not_fit_into_a_dtype_are_named(file: Path) -> None:
+    model = {"w": np.ones(2), "n": np.array([300])}
+    op.save(file, op.setup(op.Adam(), model), model)
+    with pytest.raises(StateError, match=r"of another dtype: n \(int64 -> int8\)"):
+        op.load(file, {"w": np.ones(2), "n": np.array([3], np.int8)})
+    safetensors.numpy.save_file({"c": np.ones(2, np.complex64)}, file)
+    with pytest.raises(StateError, match=r"changed: c \(complex64 -> float64\)"):
+        op.load(file, {"c": np.ones(2)})
+
+
+def test_two_arrays_of_a_file_that_would_get_one_name_are_an_error(file: Path) -> None:
+    safetensors.numpy.save_file({"w": np.ones(2), "module.w": np.zeros(2)}, file)
+    with pytest.raises(PathError, match="two arrays of the file would both be called w"):
+        op.load(file, {"w": np.ones(2)})
+
+
+def test_places_of_all_kinds_can_be_renamed_or_given_up(file: Path) -> None:
+    w = np.ones(2)
+    model = {"a": w, "c": w, "b": np.ones(2), "stats": np.arange(2)}
+    state = op.setup(op.Adam(), model)
+    op.save(file, state, model)
+    u = np.zeros(2)
+    again, values, _ = op.load(file, {"a": u, "d": u, "st": np.zeros(2, int)}, rename={"c": "d", "stats": "st", "b": None})
+    assert [str(path) for path in again] == ["a"]
+    assert values["st"].tolist() == [0, 1]
+    op.save(file, state)
+    again, _, _ = op.load(file, {"a": u, "c": u, "e": np.ones(2), "stats": np.arange(2)}, rename={"b": "e"})
+    assert [str(path) for path in again] == ["a", "e"]
+
+
+def test_a_module_that_cannot_be_written_is_an_error_and_nothing_has_changed(file: Path) -> None:
+    class Expanded(nn.Module):
+        def __init__(self, expanded: bool) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(2))
+            self.register_buffer("a", torch.ones(2) * (not expanded))
+            self.register_buffer("m", torch.ones(1).expand(4) if expanded else torch.ones(4))
+
+    op.save(file, op.setup(op.Adam(), Expanded(False)), Expanded(False))
+    module = Expanded(True)
+    with pytest.raises(OptimiserError, match="a tensor that cannot be written"):
+        op.load(file, module)
+    assert not module.get_buffer("a").any()
+
+
+def test_a_link_stays_one(file: Path) -> None:
+    state = op.setup(op.Adam(), {"w": np.ones(2)})
+    op.save(file, state)
+    link = file.parent / "link"
+    link.symlink_to(file)
+    op.save(link, state.evolved(step=5))
+    assert link.is_symlink()
+    assert op.load(file).state.step == 5
 
 
 # Arrays and names -------------------------------------------------------------------------------------------------------

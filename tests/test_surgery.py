@@ -305,6 +305,47 @@ def test_masks_and_frozen_rows_follow_a_canonical_place_that_has_gone() -> None:
         op.adapt(state, {"t": {"w": table.T}})
 
 
+def test_slots_that_cannot_be_turned_start_afresh_and_say_so() -> None:
+    table = np.random.default_rng(0).normal(size=(4, 3))
+    model = {"e": table, "h": table.T}
+    state, model = op.update(op.setup(op.Adafactor(0.1), model), model, {"e": table})
+    new, report = op.adapt(state, {"h": model["h"].copy()})
+    assert (leaf(new, "h").step, report.kept) == (0, ())
+    assert "it is seen transposed now" in str(report)
+
+
+def test_masks_and_frozen_rows_stay_where_a_parameter_starts_afresh() -> None:
+    table = np.ones((4, 2))
+    state = op.setup(op.Adam(), {"e": table, "h": table}).mask("h").freeze("e", rows=[1])
+    grown = np.ones((5, 2))
+    new, _ = op.adapt(state, {"e": grown, "h": grown})
+    (only,) = new.leaves()
+    assert (set(map(str, only.masked)), only.frozen_rows, only.step) == ({"h"}, ((1, 2),), 0)
+
+
+def test_a_name_that_two_would_get_is_an_error() -> None:
+    model = {"a": np.ones(2), "b": np.ones(2)}
+    state = op.setup(op.Adam(), model, trainable="a")
+    with pytest.raises(PathError, match="a and what did not train would both be called a"):
+        op.adapt(state, {"a": np.ones(2)}, rename={"b": "a"})
+    with pytest.raises(PathError, match="two of the keys are one path"):
+        op.adapt(state, model, rename={"a": "c", ("a",): "d"})
+    with pytest.raises(PathError, match="two of the names are one path"):
+        op.compose({"a.b": state, ("a", "b"): state})
+    with pytest.raises(PathError, match=r"'a' -> '.*9' cannot be carried out on a"):
+        op.adapt(state, model, rename={re.compile("a"): r"\9"})
+    with pytest.raises(StateError, match="step=-3 is no count of steps"):
+        op.compose({"a": state}, step=-3)
+
+
+def test_a_state_of_two_libraries_is_spent_when_one_of_them_was_written() -> None:
+    model = {"a": np.ones(2), "b": jnp.ones(2)}
+    state = op.setup(op.Adam(), model)
+    op.update_(state, model, model)
+    with pytest.raises(StateError, match="use the state that it returned"):
+        op.update(state, model, model)
+
+
 # Dtypes and libraries ---------------------------------------------------------------------------------------------------
 
 
@@ -495,7 +536,7 @@ def test_a_plan_keeps_frozen_rows_and_leaves_others_alone() -> None:
     assert leaf(thawed, "a").frozen_rows == ((0, 1),)
 
 
-@pytest.mark.parametrize("at", [0, -1, True, [1], [3, 1], "1", 1.5])
+@pytest.mark.parametrize("at", [0, -1, True, [1], [3, 1], "1", 1.5, ["x", "y"], [None, 1], [-3, 1], [0.5, 1]])
 def test_a_plan_that_makes_no_sense_is_an_error(at: Any) -> None:
     with pytest.raises(StateError, match="Unfreezing takes groups, and a number of steps or for each group its step, ascending"):
         op.Unfreezing(["a", "b"], at)

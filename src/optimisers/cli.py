@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import re
 import sys
 from collections.abc import Sequence
@@ -178,7 +179,11 @@ def _rename(arguments: argparse.Namespace) -> int:
     if not arguments.map and not arguments.regex:
         return _fail("say what is to be renamed, with --map OLD=NEW or --regex PATTERN=NEW")
     names: dict[Any, str] = dict(arguments.map)
-    names |= {re.compile(pattern): new for pattern, new in arguments.regex}
+    for pattern, new in arguments.regex:
+        try:
+            names[re.compile(pattern)] = new
+        except re.error as error:
+            return _fail(f"{pattern!r} is no regular expression: {error}")
     renamed = inspect.rename(arguments.file, arguments.out, names)
     if arguments.json:
         return _print(renamed, plain=True)
@@ -222,6 +227,15 @@ def _add_json(command: argparse.ArgumentParser) -> None:
     command.add_argument("--json", action="store_true", help="print plain data instead of text")
 
 
+def _finite(value: Any) -> Any:
+    """Plain data without NaN and infinity, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def _pair(given: str) -> tuple[str, str]:
     old, sign, new = given.partition("=")
     if not sign:
@@ -235,7 +249,7 @@ def _say(line: str) -> None:
 
 def _print(value: Any, plain: bool) -> int:
     if plain:
-        _say(json.dumps(value, indent=2))
+        _say(json.dumps(_finite(value), indent=2))
         return 0
     from rich.console import Console
 

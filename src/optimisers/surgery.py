@@ -96,7 +96,8 @@ def adapt(
     through copies), places that were tied and hold the same values still are. Slots follow their parameter into another dtype,
     another array library, and onto other devices. What is new starts afresh, live.
 
-    Nothing is shared that a step could write twice: where two parameters go on from one, each has slots of its own.
+    The new state shares slots with the old one, as with the methods of `State`. Where two parameters go on from one, each has
+    slots of its own.
 
     **Arguments:**
 
@@ -109,7 +110,8 @@ def adapt(
     - `resize`: what to do with the slots of a parameter whose shape has changed: `"keep"` what both shapes have, from the
       first element of each axis on; `"pad"` does so only where no axis has become shorter, `"truncate"` only where none has become
       longer. A policy for all, or a mapping from selectors to policies. The rest starts as it does in a fresh parameter. The count
-      stays, so that bias is corrected as for the old elements; the first steps of new ones are smaller for it. By default,
+      stays, so that bias is corrected as for the old elements; of a rule like Adam the first steps of new ones may be a few times
+      the usual, since their moments are young. By default,
       and where a policy does not serve, the parameter starts afresh.
     - `rule`: the rule of new parameters, as `setup` takes it. By default the one of the state, if it has only one.
 
@@ -146,13 +148,20 @@ class _Source(NamedTuple):
 
 
 class Adapting:
-    """One call of `adapt`. Of a state from a file no slot becomes one of the new, and the model is about to get its values."""
+    """One call of `adapt`. With values of a file, the model is about to get those, and no slot of the old state is shared."""
 
     def __init__(
-        self, state: State, model: Any, rename: Rename, resize: Any, rule: "RuleFor | None", *, from_file: bool = False
+        self,
+        state: State,
+        model: Any,
+        rename: Rename,
+        resize: Any,
+        rule: "RuleFor | None",
+        *,
+        file_values: "Mapping[Path, Any] | None" = None,
     ) -> None:
         self.old = state
-        self.from_file = from_file
+        self.file_values = file_values
         self.origins: list[tuple[Path, View] | None] = []
         self.rule = rule
         if rule is not None:
@@ -160,6 +169,8 @@ class Adapting:
         self.new_name = renamer(rename, [*state.layout.index, *state.layout.excluded])
         self.sources = self._find_sources()
         self.excluded = frozenset(path for path in map(self.new_name, state.layout.excluded) if path is not None)
+        for path in self.excluded & self.sources.keys():
+            raise PathError(f"rename: {self.sources[path].path} and what did not train would both be called {path}")
         found = [each for each in parameters_of(model) if not self.excluded.issuperset(each[0].paths)]
         self.found = self._with_old_ties(found)
         self.policy = _policies(resize, [record for record, _ in self.found])
@@ -200,7 +211,7 @@ class Adapting:
                 continue
             view = _seen(self._hits(stays[0])[0], stays[0]).inverse.then(_seen(hit, record))
             fits = stays[0].dtype == record.dtype and shape_through(view, stays[0].shape) == record.shape
-            if fits and (self.from_file or equal_values(view.apply(stays[1]), array)):
+            if fits and (self.file_values is not None or equal_values(view.apply(stays[1]), array)):
                 own = (Alias(each.path, view.then(each.view), each.owners) for each in record.aliases)
                 aliases = (*stays[0].aliases, Alias(record.path, view, record.owners), *own)
                 merged[other] = stays[0]._replace(aliases=aliases), stays[1]
@@ -264,12 +275,14 @@ class Adapting:
         policy = None if shape == record.shape else self.policy(record)
         if shape != record.shape and not _serves(policy, shape, record.shape):
             return self._starts(record, array, old, f"shape {list(shape)} -> {list(record.shape)}")
+        self.origins[-1] = origin = old.path, view
         rule = self.old.rules[old.group]
         own = rule if shape == record.shape and view == SAME else rule.rule_for(record.shape, record.dtype)
         check_rule(own, record)
         if program_of(own) != self.old.layout.programs[old.group]:
             return self._starts(record, array, old, f"its rule is {own!r} now")
-        self.origins[-1] = old.path, view
+        if view != SAME and self.old.slots[source.at] and any(kind.shape for _, kind in program_of(own).slots):
+            return self._starts(record, array, old, f"it is seen {view} now, and slots of another shape than its own cannot be")
         for old_path, new in self._moved(record, source.at):
             self.report["renamed"][old_path] = new
         new = record._replace(
@@ -280,7 +293,9 @@ class Adapting:
             masked=self._masked(record, source.at),
             state_dtype=old.state_dtype,
         )
-        slots = self._slots(source.at, view, new, array, first=first == record.path)
+        asleep = is_idle(array)
+        array = self._value(record, array, origin)
+        slots = self._slots(source.at, view, new, array, first=first == record.path, asleep=asleep)
         if shape == record.shape:
             self.kept.append(record.path)
         else:
@@ -291,18 +306,23 @@ class Adapting:
             self.report["converted"][record.path] = texts
         return new, slots
 
-    def carried(self, values: Mapping[Path, Any]) -> list[tuple[Parameter, Any]]:
-        """The new parameters that go on, each with its value, from those of the old ones: turned and resized like the slots."""
-        found = []
-        for (record, array), origin in zip(self.found, self.origins, strict=True):
-            if origin is None or origin[0] not in values:
-                continue
-            seen = origin[1].apply(values[origin[0]])
-            if tuple(seen.shape) == record.shape:
-                found.append((record, converted(seen, record.dtype, record.library, record.device)))
-            else:
-                found.append((record, _overlaid(array, converted(seen, record.dtype, record.library, None), record)))
-        return found
+    def carried(self) -> list[tuple[Parameter, Any]]:
+        """The new parameters that go on, each with its value in the file: turned and resized like the slots."""
+        pairs = zip(self.found, self.origins, strict=True)
+        return [
+            (record, self._value(record, array, origin))
+            for (record, array), origin in pairs
+            if origin is not None and origin[0] in (self.file_values or ())
+        ]
+
+    def _value(self, record: Parameter, array: Any, origin: tuple[Path, View]) -> Any:
+        """The value of a parameter: the one in the file, if there is one."""
+        if not self.file_values or origin[0] not in self.file_values:
+            return array
+        seen = origin[1].apply(self.file_values[origin[0]])
+        if tuple(seen.shape) == record.shape:
+            return converted(seen, record.dtype, record.library, record.device)
+        return _overlaid(array, converted(seen, record.dtype, record.library, None), record)
 
     def _moved(self, record: Parameter, at: int) -> list[tuple[Path, Path]]:
         """The places of a parameter that have another name now."""
@@ -318,15 +338,15 @@ class Adapting:
         self.rules.append(rule)
         return len(self.rules) - 1
 
-    def _slots(self, at: int, view: View, record: Parameter, array: Any, *, first: bool) -> tuple[Any, ...] | None:
+    def _slots(self, at: int, view: View, record: Parameter, array: Any, *, first: bool, asleep: bool) -> tuple[Any, ...] | None:
         """The slots that go on, as the new parameter is seen; copies, unless they can be the old ones."""
         old, own = self.old.parameters[at], self.old.slots[at]
         if own is None:
-            return None if record.frozen or is_idle(array) else self._fresh(record, array)
+            return None if record.frozen or asleep else self._fresh(record, array)
         fresh: tuple[Any, ...] | None = None
         program = program_of(self.rules[record.group])
         same_place = (record.library, record.device, record.dtype, record.shape) == (old.library, old.device, old.dtype, old.shape)
-        if view == SAME and same_place and first and not self.from_file:
+        if view == SAME and same_place and first and self.file_values is None:
             return own
         slots = []
         for number, slot in enumerate(own):
@@ -361,7 +381,12 @@ class Adapting:
             self.rules.append(rule)
         wishes = {each.state_dtype for each in self.old.parameters}
         wish = old.state_dtype if old is not None else wishes.pop() if len(wishes) == 1 else None
-        new = record._replace(group=group, counter=len(self.old.counters), state_dtype=wish, frozen=old is not None and old.frozen)
+        new = record._replace(group=group, counter=len(self.old.counters), state_dtype=wish)
+        if old is not None:
+            at = self.old.layout.index[old.path]
+            view = _seen(self._hits(record)[0], record)
+            rows = _rows(old, view, record) if record.shape and rows_through(view) else ()
+            new = new._replace(frozen=old.frozen, masked=self._masked(record, at), frozen_rows=rows)
         return new, None if new.frozen or is_idle(array) else self._fresh(new, array)
 
     def _rule_of_new(self, record: Parameter) -> Rule:
@@ -463,6 +488,10 @@ def compose(states: Mapping[Any, State], *, step: int | None = None) -> State:
     if not isinstance(states, Mapping) or not states:
         raise StateError("compose takes a mapping from names to states")
     parts = {Path(name): state for name, state in states.items()}
+    if len(parts) < len(states):
+        raise PathError("two of the names are one path; give each model a name of its own")
+    if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
+        raise StateError(f"step={step!r} is no count of steps")
     for name, state in parts.items():
         check_state(state, "compose")
         inside = next((other for other in parts if other is not name and other.startswith(name)), None)

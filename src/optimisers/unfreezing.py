@@ -46,11 +46,15 @@ class Unfreezing:
     at: tuple[int, ...]
 
     def __init__(self, groups: "Sequence[Selectable]", at: "int | Sequence[int]") -> None:
-        every = range(0, len(groups) * at, at) if isinstance(at, int) and not isinstance(at, bool) and at > 0 else at
-        if isinstance(groups, str) or not isinstance(every, Sequence) or len(groups) != len(every) or list(every) != sorted(every):
+        steps: Any = at
+        listed = isinstance(groups, Sequence) and not isinstance(groups, str)
+        if listed and _is_step(at) and at:
+            steps = range(0, len(groups) * steps, steps)
+        fits = listed and isinstance(steps, Sequence) and len(groups) == len(steps) and all(map(_is_step, steps))
+        if not fits or list(steps) != sorted(steps):
             raise StateError(f"Unfreezing takes groups, and a number of steps or for each group its step, ascending; not at={at!r}")
         object.__setattr__(self, "groups", tuple(groups))
-        object.__setattr__(self, "at", tuple(every))
+        object.__setattr__(self, "at", tuple(steps))
 
     @classmethod
     def by_depth(
@@ -89,3 +93,7 @@ class Unfreezing:
             for at in matching(state.parameters, wish):
                 owner.setdefault(at, group)
         return {at: group >= due for at, group in owner.items() if state.parameters[at].frozen != (group >= due)}
+
+
+def _is_step(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -84,17 +84,18 @@ def _step(state: State, model: Any, grads: Any, *, in_place: bool) -> tuple[Stat
     if in_place:
         untangle([job.batch for job in jobs])
     memory = decide(jobs, state)
-    slots = state.slots
+    slots, wrote = state.slots, []
     for job in jobs:
         params, new_slots = job.part.backend.run(job.batch, job.length, step=job.open)
         if params is not job.params:
             changed |= {at: new for at, old, new in zip(job.part.members, job.params, params, strict=True) if new is not old}
+        wrote.append(new_slots is job.slots and bool(job.batch.slot_dtypes))
         if new_slots is not job.slots:
             slots = _replaced(slots, job.part.members, new_slots)
     layout, counters, step = counted(state, plan, [job.open and job.passed for job in jobs])
     addresses = state.addresses if slots is state.slots else None
     # What is left of the old state is its counts, which no longer go with its slots.
-    given.spent = in_place and slots is state.slots and any(job.batch.slot_dtypes for job in jobs)
+    given.spent = in_place and any(wrote)
     # What is static in a traced step stays, or it would be compiled twice.
     detached = frozenset(path for path in state.detached if is_traced(arrays[layout.index[path]]))
     new_state = State(layout, state.rules, counters, step, slots, memory, detached, addresses)

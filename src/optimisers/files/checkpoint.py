@@ -1,15 +1,15 @@
 """Saving a run and going on with it: `save` and `load`."""
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from optimisers.assignment import RuleFor, check_kind, chooser
-from optimisers.backends.arrays import device_of, dtype_name, library_of
-from optimisers.errors import PathError, StateError
-from optimisers.files.document import described, restored, slot_names, spelled
+from optimisers.backends.arrays import device_of, dtype_name, library_of, memory_of
+from optimisers.errors import ModelError, PathError, StateError
+from optimisers.files.document import described, paths_of, restored, slot_names, spelled
 from optimisers.files.tensors import Contents, read, write
 from optimisers.model.layout import Parameter
 from optimisers.model.paths import Path
@@ -128,8 +128,9 @@ def load(
     found = parameters_of(model)
     places = {path for record, _ in found for path in record.paths} | {path for path, _ in _others(None, model)}
     values = _values(contents)
-    new_name = _plain_names(rename, values, places)
-    there = {new: array for path, array in values.items() if (new := new_name(path)) is not None}
+    names = [*values, *({} if contents.document is None else paths_of(contents.document))]
+    new_name = _plain_names(rename, names, places)
+    there = _renamed(values, new_name)
     if contents.document is None:
         return _values_alone(file, model, there, strict)
     records = {path: record for record, _ in found for path in record.paths}
@@ -141,15 +142,14 @@ def load(
         return choose(record if here is None else here)
 
     old = restored(contents.document, contents.arrays, None if choose is None else given, file)
-    places_of_state = [*old.layout.index, *old.layout.excluded]
-    adapting = Adapting(old, model, _plain_names(rename, places_of_state, places), resize, rule, from_file=True)
+    adapting = Adapting(old, model, new_name, resize, rule, file_values=values)
     state, report = adapting.done()
     if strict:
-        _check_fit(file, report, resized=resize is not None)
+        _check_fit(file, report, {path for path in report.dropped if new_name(path) is None}, resized=resize is not None)
     if contents.document.get("values") is not True:
         return Loaded(state, model, report)
     others = _others_in(file, dict(_others(state, model)), there, strict)
-    return Loaded(state, _put(model, adapting.carried(values), others), report)
+    return Loaded(state, _put(model, adapting.carried(), others), report)
 
 
 def _values(contents: Contents) -> dict[Path, np.ndarray]:
@@ -182,6 +182,21 @@ def _own(array: Any) -> Any:
     return None if array is None else np.array(array)
 
 
+def _renamed(values: Mapping[Path, Any], new_name: Callable[[Path], Path | None]) -> dict[Path, Any]:
+    """Values by their new names.
+
+    **Raises** `PathError` for two that get one.
+    """
+    found: dict[Path, Any] = {}
+    for path, array in values.items():
+        new = new_name(path)
+        if new in found:
+            raise PathError(f"two arrays of the file would both be called {new}; give them names of their own with rename=…")
+        if new is not None:
+            found[new] = array
+    return found
+
+
 def _plain_names(rename: Rename, names: Any, places: Any) -> Any:
     """The renaming that is asked for; then shells in front of names go, where that makes them names of the model."""
     asked = renamer(rename, names)
@@ -195,10 +210,10 @@ def _plain_names(rename: Rename, names: Any, places: Any) -> Any:
     return new_name
 
 
-def _check_fit(file: Any, report: Adapted, *, resized: bool) -> None:
+def _check_fit(file: Any, report: Adapted, given_up: set[Path], *, resized: bool) -> None:
     problems = {
         "missing in it": [str(path) for path, reason in report.fresh.items() if reason == "new"],
-        "not in the model": list(map(str, report.dropped)),
+        "not in the model": [str(path) for path in report.dropped if path not in given_up],
         "changed": [f"{path} ({reason})" for path, reason in report.fresh.items() if reason != "new"],
         "of another dtype": [f"{path} ({a} -> {b})" for path, (a, b) in report.converted.items() if a.split()[-1] != b.split()[-1]],
         "tied in the model alone": [f"{path} and {other}" for path, other in report.tied.items()],
@@ -222,15 +237,23 @@ def _raise(file: Any, problems: Mapping[str, list[str]]) -> None:
 def _others_in(file: Any, here: Mapping[Path, Any], there: Mapping[Path, Any], strict: bool) -> dict[Path, Any]:
     """Values for the arrays of a model that are no parameters."""
     fits = {path: there[path] for path, array in here.items() if path in there and tuple(array.shape) == there[path].shape}
+    narrowed = [path for path, array in fits.items() if not _holds(dtype_name(here[path]), array.dtype.name)]
     if strict:
         _raise(
             file,
             {
                 "missing in it": [str(path) for path in here if path not in there],
                 "changed": [f"{path} (shape)" for path in here if path in there and path not in fits],
+                "of another dtype": [f"{path} ({there[path].dtype.name} -> {dtype_name(here[path])})" for path in narrowed],
             },
         )
-    return fits
+    return {path: array for path, array in fits.items() if path not in narrowed}
+
+
+def _holds(here: str, there: str) -> bool:
+    """Whether values of one dtype can go into another: real numbers into real ones, and whatever keeps its value."""
+    real = ("float", "bfloat")
+    return (here.startswith(real) and there.startswith(real)) or here == there or bool(np.can_cast(there, here))
 
 
 def _values_alone(file: Any, model: Any, there: Mapping[Path, Any], strict: bool) -> Loaded:
@@ -246,7 +269,9 @@ def _values_alone(file: Any, model: Any, there: Mapping[Path, Any], strict: bool
             missing.append(str(record.path))
             continue
         path, view = seen[0]
-        if there[path].shape != shape_through(view, record.shape):
+        if not _holds(record.dtype, there[path].dtype.name):
+            changed.append(f"{path} ({there[path].dtype.name} -> {record.dtype})")
+        elif there[path].shape != shape_through(view, record.shape):
             changed.append(f"{path} (shape {list(there[path].shape)} -> {list(shape_through(view, record.shape))})")
         else:
             parameters.append((record, converted(view.undo(there[path]), record.dtype, record.library, record.device)))
@@ -274,6 +299,10 @@ def _put(model: Any, parameters: Iterable[tuple[Parameter, Any]], others: Mappin
     for record, value in parameters:
         for path, view in ((record.path, SAME), *(each[:2] for each in record.aliases)):
             put(path, leaves[at[path]], view.apply(value))
+    for old, _ in writes:
+        memory = memory_of(old, "torch")
+        if old.is_inference() or (memory is not None and memory.overlaps_itself):
+            raise ModelError("the model holds a tensor that cannot be written (made in inference mode, or expanded); make it anew")
     if writes:
         import torch
 

@@ -14,7 +14,7 @@ from optimisers.rules.base import Rule
 from optimisers.rules.program import program_of
 from optimisers.state import State
 
-__all__ = ["SCHEMA", "described", "restored", "slot_name", "slot_names", "spelled"]
+__all__ = ["SCHEMA", "described", "paths_of", "restored", "slot_name", "slot_names", "spelled"]
 
 SCHEMA = 1
 
@@ -32,6 +32,18 @@ def slot_names(document: Any) -> set[str]:
     try:
         return {f"{entry['path']}/{slot}" for entry in document["parameters"] for slot in entry["slots"] or ()}
     except (KeyError, TypeError) as error:
+        raise StateError(f"the document describes no state ({type(error).__name__}: {error})") from error
+
+
+def paths_of(document: Any) -> list[Path]:
+    """All paths that a document speaks of.
+
+    **Raises** `StateError` for a document that describes no state.
+    """
+    try:
+        own = [path for entry in document["parameters"] for path in (entry["path"], *(alias for alias, _ in entry["ties"]))]
+        return list(map(Path, [*own, *document["excluded"]]))
+    except (KeyError, TypeError, ValueError) as error:
         raise StateError(f"the document describes no state ({type(error).__name__}: {error})") from error
 
 

@@ -20,8 +20,10 @@ def rule_as_data(rule: Rule, keep: Callable[[Any], str]) -> dict[str, Any]:
     """A rule as plain data. `keep` stores an array (the numbers of an ensemble) and returns a name for it."""
     if rule.members != (rule,):
         return {"chain": [rule_as_data(member, keep) for member in rule.members]}
+    own = {} if type(rule).__module__.startswith("optimisers.") else {"own": True}  # one of the user's, whatever its name
     return {
         "rule": type(rule).__name__,
+        **own,
         "with": {name: _as_data(value, keep) for name, value in rule.hyperparameters.items()},
     }
 
@@ -74,7 +76,7 @@ def rule_from_data(data: Any, given: Rule | None, array: Callable[[str], Any], w
     name, values = data["rule"], data["with"]
     if given is not None and type(given).__name__ != name:
         raise StateError(f"{where}: the file has {name} here, and {given!r} is given for it")
-    kind = type(given) if given is not None else _kind(name, where)
+    kind = type(given) if given is not None else _kind(name, data.get("own") is True, where)
     known = {each.name for each in fields(kind)}  # type: ignore[arg-type]  # every rule is a dataclass
     if not isinstance(values, Mapping) or not values.keys() <= known:
         unknown = sorted(values.keys() - known) if isinstance(values, Mapping) else [repr(values)]
@@ -116,10 +118,10 @@ def _from_data(data: Any, given: Any, array: Callable[[str], Any], where: str) -
     )
 
 
-def _kind(name: Any, where: str) -> type[Rule]:
-    """The class of rules of a name, among those that are there already. The library's own come first."""
+def _kind(name: Any, own: bool, where: str) -> type[Rule]:
+    """The class of rules of a name, among those that are there already: the library's, or the user's own."""
     found = [each for each in _below(Rule) if each.__name__ == name and is_dataclass(each)]
-    found = [each for each in found if each.__module__.startswith("optimisers.")] or found
+    found = [each for each in found if each.__module__.startswith("optimisers.") != own]
     if not found:
         raise StateError(
             f"{where}: the file has a rule {name!r}, which is not there; define or import it first, or give load(…, rule=…)"

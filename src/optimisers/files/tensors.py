@@ -74,7 +74,7 @@ def write(file: "str | os.PathLike[str]", arrays: Mapping[str, Any], document: M
             data_len=flat.nbytes,
         )
     text = json.dumps({**document, "tensors": table})
-    target = File(file)
+    target = File(os.path.realpath(file))  # a link stays one
     handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
     os.close(handle)
     try:

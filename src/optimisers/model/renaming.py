@@ -29,6 +29,8 @@ def renamer(rename: Rename, paths: Collection[Path]) -> Callable[[Path], Path | 
     if not isinstance(rename, Mapping):
         raise PathError(f"rename is a mapping of paths or a function, not {type(rename).__name__}")
     branches = {Path(key): value for key, value in rename.items() if not isinstance(key, re.Pattern)}
+    if len(branches) < sum(not isinstance(key, re.Pattern) for key in rename):
+        raise PathError("rename: two of the keys are one path")
     patterns = [(key, value) for key, value in rename.items() if isinstance(key, re.Pattern)]
     for branch in branches:
         if not any(path.startswith(branch) for path in paths):
@@ -44,10 +46,17 @@ def renamer(rename: Rename, paths: Collection[Path]) -> Callable[[Path], Path | 
                 return None if branch is None else Path((*branch, *path[depth:]))
         for pattern, new in patterns:
             if pattern.search(str(path)):
-                return None if new is None else _as_path(pattern.sub(new, str(path)), path)
+                return None if new is None else _as_path(_replaced(pattern, new, path), path)
         return path
 
     return new_name
+
+
+def _replaced(pattern: re.Pattern[Any], new: Any, path: Path) -> str:
+    try:
+        return pattern.sub(new, str(path))
+    except (re.error, TypeError, IndexError) as error:
+        raise PathError(f"rename: {pattern.pattern!r} -> {new!r} cannot be carried out on {path}: {error}") from None
 
 
 def _as_path(new: Any, old: Path) -> Path | None:
