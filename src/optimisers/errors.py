@@ -1,7 +1,7 @@
 """One family of exceptions; each message names the path and says what to do."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 __all__ = [
     "DtypeError",
@@ -75,6 +75,19 @@ def suggest(name: str, options: Iterable[str]) -> str:
         return "; there are none"
     shown = ", ".join(map(_quoted, names[:5]))
     return f"; there are {shown}" + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def listed(problems: Mapping[str, Sequence[str]]) -> str:
+    """All that is wrong, by kind, in one line; of each kind the first few.
+
+    >>> listed({"missing": ["a", "b"], "unexpected": []})
+    'missing: a, b'
+    """
+    return "; ".join(
+        f"{word}: {', '.join(some[:12])}" + (f" and {len(some) - 12} more" if len(some) > 12 else "")
+        for word, some in problems.items()
+        if some
+    )
 
 
 def _quoted(name: str) -> str:

@@ -162,7 +162,8 @@ class Adapting:
     ) -> None:
         self.old = state
         self.file_values = file_values
-        self.origins: list[tuple[Path, View] | None] = []
+        self.carried: list[tuple[Parameter, Any]] = []
+        """The new parameters that go on, each with its value: that of the file, turned and resized like the slots."""
         self.rule = rule
         if rule is not None:
             check_kind(rule, "adapt")
@@ -211,7 +212,7 @@ class Adapting:
                 continue
             view = _seen(self._hits(stays[0])[0], stays[0]).inverse.then(_seen(hit, record))
             fits = stays[0].dtype == record.dtype and shape_through(view, stays[0].shape) == record.shape
-            if fits and (self.file_values is not None or equal_values(view.apply(stays[1]), array)):
+            if fits and (self.file_values or equal_values(view.apply(stays[1]), array)):
                 own = (Alias(each.path, view.then(each.view), each.owners) for each in record.aliases)
                 aliases = (*stays[0].aliases, Alias(record.path, view, record.owners), *own)
                 merged[other] = stays[0]._replace(aliases=aliases), stays[1]
@@ -227,7 +228,6 @@ class Adapting:
         records, slots = [], []
         for record, array in self.found:
             hits = self._hits(record)
-            self.origins.append(None)
             new, own = self._goes_on(record, array, hits) if hits else self._starts(record, array, None, "new")
             records.append(new)
             slots.append(own)
@@ -275,14 +275,16 @@ class Adapting:
         policy = None if shape == record.shape else self.policy(record)
         if shape != record.shape and not _serves(policy, shape, record.shape):
             return self._starts(record, array, old, f"shape {list(shape)} -> {list(record.shape)}")
-        self.origins[-1] = origin = old.path, view
+        value = self._value(record, array, old.path, view)
+        self.carried.append((record, value))
         rule = self.old.rules[old.group]
         own = rule if shape == record.shape and view == SAME else rule.rule_for(record.shape, record.dtype)
         check_rule(own, record)
         if program_of(own) != self.old.layout.programs[old.group]:
-            return self._starts(record, array, old, f"its rule is {own!r} now")
+            return self._starts(record, array, old, f"its rule is {own!r} now", value)
         if view != SAME and self.old.slots[source.at] and any(kind.shape for _, kind in program_of(own).slots):
-            return self._starts(record, array, old, f"it is seen {view} now, and slots of another shape than its own cannot be")
+            reason = f"it is seen {view} now, and slots of another shape than its own cannot be"
+            return self._starts(record, array, old, reason, value)
         for old_path, new in self._moved(record, source.at):
             self.report["renamed"][old_path] = new
         new = record._replace(
@@ -293,9 +295,7 @@ class Adapting:
             masked=self._masked(record, source.at),
             state_dtype=old.state_dtype,
         )
-        asleep = is_idle(array)
-        array = self._value(record, array, origin)
-        slots = self._slots(source.at, view, new, array, first=first == record.path, asleep=asleep)
+        slots = self._slots(source.at, view, new, value, first=first == record.path, asleep=is_idle(array))
         if shape == record.shape:
             self.kept.append(record.path)
         else:
@@ -306,20 +306,11 @@ class Adapting:
             self.report["converted"][record.path] = texts
         return new, slots
 
-    def carried(self) -> list[tuple[Parameter, Any]]:
-        """The new parameters that go on, each with its value in the file: turned and resized like the slots."""
-        pairs = zip(self.found, self.origins, strict=True)
-        return [
-            (record, self._value(record, array, origin))
-            for (record, array), origin in pairs
-            if origin is not None and origin[0] in (self.file_values or ())
-        ]
-
-    def _value(self, record: Parameter, array: Any, origin: tuple[Path, View]) -> Any:
+    def _value(self, record: Parameter, array: Any, old: Path, view: View) -> Any:
         """The value of a parameter: the one in the file, if there is one."""
-        if not self.file_values or origin[0] not in self.file_values:
+        if not self.file_values or old not in self.file_values:
             return array
-        seen = origin[1].apply(self.file_values[origin[0]])
+        seen = view.apply(self.file_values[old])
         if tuple(seen.shape) == record.shape:
             return converted(seen, record.dtype, record.library, record.device)
         return _overlaid(array, converted(seen, record.dtype, record.library, None), record)
@@ -371,7 +362,9 @@ class Adapting:
         program = program_of(self.rules[record.group])
         return with_started(fresh_slots(record, program), array, record, program)
 
-    def _starts(self, record: Parameter, array: Any, old: Parameter | None, reason: str) -> tuple[Parameter, Any]:
+    def _starts(
+        self, record: Parameter, array: Any, old: Parameter | None, reason: str, value: Any = None
+    ) -> tuple[Parameter, Any]:
         """The record and slots of a parameter that starts afresh."""
         self.report["fresh"][record.path] = reason
         rule = self._rule_of_new(record) if old is None else self.old.rules[old.group].rule_for(record.shape, record.dtype)
@@ -387,7 +380,7 @@ class Adapting:
             view = _seen(self._hits(record)[0], record)
             rows = _rows(old, view, record) if record.shape and rows_through(view) else ()
             new = new._replace(frozen=old.frozen, masked=self._masked(record, at), frozen_rows=rows)
-        return new, None if new.frozen or is_idle(array) else self._fresh(new, array)
+        return new, None if new.frozen or is_idle(array) else self._fresh(new, array if value is None else value)
 
     def _rule_of_new(self, record: Parameter) -> Rule:
         if self.rule is not None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from optimisers.assignment import RuleFor, check_kind, chooser
 from optimisers.backends.arrays import device_of, dtype_name, library_of, memory_of
-from optimisers.errors import ModelError, PathError, StateError
+from optimisers.errors import ModelError, PathError, StateError, listed
 from optimisers.files.document import described, paths_of, restored, slot_names, spelled
 from optimisers.files.tensors import Contents, read, write
 from optimisers.model.layout import Parameter
@@ -24,8 +24,6 @@ from optimisers.state import State, check_state
 from optimisers.surgery import Adapted, Adapting
 
 __all__ = ["Loaded", "load", "save"]
-
-_SHOWN = 12
 
 
 class Loaded(NamedTuple):
@@ -149,7 +147,7 @@ def load(
     if contents.document.get("values") is not True:
         return Loaded(state, model, report)
     others = _others_in(file, dict(_others(state, model)), there, strict)
-    return Loaded(state, _put(model, adapting.carried(), others), report)
+    return Loaded(state, _put(model, adapting.carried, others), report)
 
 
 def _values(contents: Contents) -> dict[Path, np.ndarray]:
@@ -225,13 +223,8 @@ def _check_fit(file: Any, report: Adapted, given_up: set[Path], *, resized: bool
 
 
 def _raise(file: Any, problems: Mapping[str, list[str]]) -> None:
-    shown = [
-        f"{word}: {', '.join(some[:_SHOWN])}" + (f" and {len(some) - _SHOWN} more" if len(some) > _SHOWN else "")
-        for word, some in problems.items()
-        if some
-    ]
-    if shown:
-        raise StateError(f"{file} does not fit the model; {'; '.join(shown)}; load(…, strict=False) keeps what fits")
+    if any(problems.values()):
+        raise StateError(f"{file} does not fit the model; {listed(problems)}; load(…, strict=False) keeps what fits")
 
 
 def _others_in(file: Any, here: Mapping[Path, Any], there: Mapping[Path, Any], strict: bool) -> dict[Path, Any]:

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 
 from optimisers.backends.arrays import device_of
-from optimisers.errors import HyperparameterError, StateError
+from optimisers.errors import HyperparameterError, StateError, listed
 from optimisers.interop.torch_groups import (
     RESERVED,
     Groups,
@@ -28,7 +28,6 @@ from optimisers.state import State
 __all__ = ["Loaded", "written"]
 
 _VERSION = 1
-_SHOWN = 12
 
 
 def written(state: State, groups: Groups, entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -354,10 +353,5 @@ def _damaged(part: str, wanted: str, found: Any) -> NoReturn:
 
 def _report(problems: Mapping[str, Sequence[str]]) -> None:
     """Raise `StateError` for what does not fit, if anything."""
-    shown = [
-        f"{word}: {', '.join(some[:_SHOWN])}" + (f" and {len(some) - _SHOWN} more" if len(some) > _SHOWN else "")
-        for word, some in problems.items()
-        if some
-    ]
-    if shown:
-        raise StateError(f"the state dict does not fit the module; {'; '.join(shown)}")
+    if any(problems.values()):
+        raise StateError(f"the state dict does not fit the module; {listed(problems)}")
