@@ -12,7 +12,7 @@ from optimisers.model.paths import Path
 from optimisers.rules.base import Rule
 from optimisers.rules.numbers import split
 
-__all__ = ["Leaf", "line_of", "same_leaf", "same_value"]
+__all__ = ["Leaf", "line_of", "same_leaf", "same_value", "size_of"]
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,20 @@ def line_of(leaf: Leaf, many: bool) -> tuple[str, ...]:
     notes += [f"masked at {', '.join(map(str, sorted(leaf.masked, key=str)))}"] if leaf.masked else []
     rule = (repr(leaf.rule),) if many else ()
     return str(leaf.path) or "(the model)", f"{leaf.dtype}{list(leaf.shape)}", *rule, f"step {leaf.step}", "; ".join(notes)
+
+
+def size_of(nbytes: float) -> str:
+    """Bytes as a person reads them.
+
+    >>> size_of(112), size_of(3 * 2**20)
+    ('112 B', '3.0 MiB')
+    """
+    value: Any = nbytes
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024 or unit == "GiB":
+            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    raise AssertionError
 
 
 def same_leaf(a: Leaf, b: Leaf) -> bool:

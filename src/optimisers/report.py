@@ -4,14 +4,14 @@ import io
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from optimisers.leaf import Leaf
+from optimisers.leaf import Leaf, size_of
 from optimisers.rules.base import Rule, member_names
 from optimisers.state import State, check_state
 
 if TYPE_CHECKING:
     from rich.console import Group
 
-__all__ = ["Summary", "size_of", "summary"]
+__all__ = ["Summary", "summary"]
 
 _TEXTS = ("parameter", "shape", "dtype", "rule", "notes")
 
@@ -174,17 +174,3 @@ def _notes(leaf: Leaf) -> str:
     notes += [f"tied: {path}" + (f" ({view})" if view != "same" else "") for path, view in leaf.ties.items()]
     notes += [f"masked: {path}" for path in sorted(leaf.masked, key=str)]
     return ", ".join(notes)
-
-
-def size_of(nbytes: float) -> str:
-    """Bytes as a person reads them.
-
-    >>> size_of(112), size_of(3 * 2**20)
-    ('112 B', '3.0 MiB')
-    """
-    value: Any = nbytes
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024 or unit == "GiB":
-            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    raise AssertionError

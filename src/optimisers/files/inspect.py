@@ -10,9 +10,10 @@ import numpy as np
 from optimisers.errors import PathError, StateError
 from optimisers.files.document import spelled
 from optimisers.files.tensors import Contents, read, write
+from optimisers.leaf import size_of
 from optimisers.model.paths import Path
 from optimisers.model.renaming import renamer
-from optimisers.report import Summary, size_of
+from optimisers.report import Summary
 
 __all__ = ["contents_of", "diff", "misfits", "rename", "shown"]
 
