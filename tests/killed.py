@@ -28,7 +28,7 @@ def main(file: str, times: int) -> int:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         killed += 1
-        found, values, _ = op.load(file)
+        found, values, *_ = op.load(file)
         assert found is not None
         for each in values.values():
             assert (each == found.step).all()

@@ -42,7 +42,7 @@ def main(library: str, rule: str, file: str, first: int, last: int, out: str) ->
     model: Any = {"embed": table, "head": {"weight": head, "bias": _made(library, rng.normal(size=5))}}
     state = op.setup(RULES[rule](), model)
     if Path(file).exists():
-        state, model, _ = op.load(file, model)
+        state, model, *_ = op.load(file, model)
         assert state is not None
     for at in range(first, last):
         if at == 3:

@@ -84,13 +84,32 @@ def test_bad_arguments_are_refused_with_code_2(arguments: list[str], message: st
 
 def test_demonstration_gets_its_options(demonstrated: dict[str, Any]):
     assert main(["demo", "--steps", "7", "--seed", "3", "--out", "there"]) == 0
-    assert demonstrated == {"steps": 7, "seed": 3, "out": Path("there")}
+    assert demonstrated == {"steps": 7, "seed": 3, "out": Path("there"), "resume": False}
 
 
 def test_demonstration_has_defaults(demonstrated: dict[str, Any]):
     assert main(["demo"]) == 0
-    assert demonstrated["seed"] == 0
-    assert demonstrated["out"] == Path("optimisers-demo")
+    assert demonstrated == {"steps": None, "seed": None, "out": Path("optimisers-demo"), "resume": False}
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="signals")
+def test_demonstration_that_was_killed_is_resumed_in_a_new_process(tmp_path: Path):
+    command = [sys.executable, "-u", "-m", "optimisers", "demo"]
+    environment = os.environ | {"OPENBLAS_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}
+    pipes: Any = {"stdout": subprocess.PIPE, "text": True, "encoding": "utf-8", "env": environment}
+    folder, whole = tmp_path / "killed", tmp_path / "whole"
+    with subprocess.Popen([*command, "--steps", "40", "--out", str(folder)], **pipes) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "step 24/40" in line:
+                process.kill()
+    assert {file.name for file in folder.iterdir()} >= {"run.safetensors"}
+    assert not (folder / "metrics.json").exists()
+    for arguments in (["--resume", "--out", str(folder)], ["--steps", "40", "--out", str(whole)]):
+        subprocess.run([*command, *arguments], check=True, **pipes)
+    losses = [json.loads((each / "metrics.json").read_text("utf-8"))["train_losses"] for each in (folder, whole)]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 40
 
 
 @pytest.mark.parametrize("package", ["autograd", "matplotlib"])
@@ -186,7 +205,7 @@ def test_program_ended_by_ctrl_c_reports_writes_and_shows_no_traceback(tmp_path:
     assert program.returncode == 130
     assert err == ""
     assert "Interrupted after" in out
-    assert {file.name for file in tmp_path.iterdir()} == {"losses.png", "sample.txt", "metrics.json"}
+    assert {file.name for file in tmp_path.iterdir()} == {"losses.png", "sample.txt", "metrics.json", "run.safetensors"}
 
 
 # Files ----------------------------------------------------------------------------------------------------------------

@@ -19,8 +19,9 @@ from optimisers.demo import corpus as corpora
 from optimisers.demo import model as models
 from optimisers.demo import training as trainings
 from optimisers.demo.corpus import Corpus
+from optimisers.errors import StateError
 
-FILES = {"losses.png", "sample.txt", "metrics.json"}
+FILES = {"losses.png", "sample.txt", "metrics.json", "run.safetensors"}
 
 
 @pytest.fixture(scope="module")
@@ -55,11 +56,11 @@ class Run(NamedTuple):
     metrics: dict[str, Any]
 
 
-def run(out: Path, steps: int, seed: int = 0, *, terminal: bool = False) -> Run:
+def run(out: Path, steps: int | None, seed: int | None = None, *, terminal: bool = False, resume: bool = False) -> Run:
     """Run the demonstration."""
     printed = io.StringIO()
     console = Console(file=printed, width=140, force_terminal=terminal, highlight=False, markup=False, soft_wrap=True)
-    finished = demo.run(steps=steps, seed=seed, out=out, console=console)
+    finished = demo.run(steps=steps, seed=seed, out=out, resume=resume, console=console)
     metrics = out / "metrics.json"
     return Run(finished, printed.getvalue(), out, json.loads(metrics.read_text("utf-8")) if metrics.exists() else {})
 
@@ -273,7 +274,7 @@ def test_what_moves_while_it_should_be_frozen_is_measured(text: Corpus):
     training = trainings.Training.new(text, 10, 0)
     training.plan[1] = dataclasses.replace(training.plan[1], steps=1)
     training.enter(training.plan[1])
-    training.advance(training.plan[1])
+    training.advance()
     training.model["layers"][1]["out"][3, 4] += 0.5
     training.state["layers.2.norm"].slots["mu"][7] -= 0.25  # type: ignore[union-attr]
     assert training.leave()
@@ -286,7 +287,7 @@ def test_tie_and_dtypes_hold_through_all_phases(text: Corpus):
     for phase in training.plan:
         training.enter(phase)
         for _ in range(phase.steps):
-            training.advance(phase)
+            training.advance()
         np.testing.assert_array_equal(training.model["embed"], training.model["head"]["weight"].T)
         assert np.shares_memory(training.model["embed"], training.model["head"]["weight"])
     leaves = list(training.state.leaves())
@@ -356,9 +357,50 @@ def test_run_interrupted_before_the_held_out_loss_was_sampled_is_drawn_without_i
     assert (tmp_path / "losses.png").exists()
 
 
-def test_run_that_is_interrupted_at_once_says_so_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_run_that_is_interrupted_at_once_says_so_and_reports_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     interrupted_after(0, monkeypatch)
     finished, printed, *_ = run(tmp_path, steps=24)
     assert not finished
     assert "nothing to show" in printed
-    assert not list(tmp_path.iterdir())
+    assert [file.name for file in tmp_path.iterdir()] == ["run.safetensors"]
+
+
+@pytest.mark.parametrize("steps", [0, 1, 13, 15, 22])
+def test_resumed_run_ends_as_if_it_had_not_been_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int):
+    whole = run(tmp_path / "whole", steps=24, seed=3)
+    with monkeypatch.context() as patch:
+        interrupted_after(steps, patch)
+        finished, printed, *_ = run(tmp_path / "a b", steps=24, seed=3)
+    assert not finished
+    assert f"optimisers demo --resume --out '{tmp_path}/a b'" in printed
+    resumed = run(tmp_path / "a b", None, resume=True)
+    assert resumed.finished
+    assert {**resumed.metrics, "seconds": 0} == {**whole.metrics, "seconds": 0}
+    assert (resumed.out / "sample.txt").read_bytes() == (whole.out / "sample.txt").read_bytes()
+    first, second = (op.load(each.out / "run.safetensors") for each in (whole, resumed))
+    assert first.state == second.state
+    assert all((first.model[name] == second.model[name]).all() for name in first.model)
+
+
+def test_finished_run_that_is_resumed_is_reported_again(tmp_path: Path):
+    first = run(tmp_path, steps=4)
+    again = run(tmp_path, steps=4, seed=0, resume=True)
+    assert again.finished
+    assert again.metrics["train_losses"] == first.metrics["train_losses"]
+
+
+def test_what_cannot_be_resumed_is_an_error(tmp_path: Path):
+    with pytest.raises(StateError, match="to go on with; begin one without --resume"):
+        run(tmp_path / "nowhere", None, resume=True)
+    assert not (tmp_path / "nowhere").exists()
+    run(tmp_path, steps=2)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    with pytest.raises(StateError, match="has --steps 2, and goes on with it; leave --steps out"):
+        run(tmp_path, steps=3, resume=True)
+    with pytest.raises(StateError, match="has --seed 0"):
+        run(tmp_path, None, seed=1, resume=True)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+    training = trainings.Training.new(demo.read(), 2, 0)
+    op.save(tmp_path / "run.safetensors", training.state.adjust(lr=0.1), training.model, extra={"epoch": 1})
+    with pytest.raises(StateError, match="is not of a run of the demo"):
+        run(tmp_path, None, resume=True)

@@ -57,7 +57,7 @@ def test_a_run_goes_on_bit_for_bit(name: str, backend: Backend, file: Path) -> N
     model = list(map(backend.array, values))
     state, model = steps(op.setup(rule, model), model, grads[:3])
     op.save(file, state, model)
-    again, other, report = op.load(file, list(map(backend.array, values)), rule=rule)
+    again, other, report, _ = op.load(file, list(map(backend.array, values)), rule=rule)
     assert again is not None
     assert report is not None
     assert len(report.kept) == len(shapes)
@@ -96,7 +96,7 @@ def test_a_state_goes_on_in_another_library(backend: Backend, there: Backend, fi
         state, model = op.update(state, model, model)
     state = state.freeze("b").freeze("embed", rows=[1])
     op.save(file, state, model)
-    other, values, report = op.load(file, {"embed": there.array(np.zeros((4, 3))), "b": there.array(np.zeros(3))})
+    other, values, report, _ = op.load(file, {"embed": there.array(np.zeros((4, 3))), "b": there.array(np.zeros(3))})
     assert other is not None
     assert report is not None
     assert [each.rule for each in other.leaves()] == [each.rule for each in state.leaves()]
@@ -111,7 +111,7 @@ def test_a_file_without_a_model_is_read_into_numpy(file: Path) -> None:
     model = {"w": torch.ones(3), "n": torch.arange(2)}
     state, model = op.update(op.setup(op.Adam(), model), model, {"w": torch.ones(3)})
     op.save(file, state, model)
-    again, values, report = op.load(file)
+    again, values, report, _ = op.load(file)
     assert again is not None
     assert (report, set(values), values["n"].tolist()) == (None, {"w", "n"}, [0, 1])
     leaf(again, "w").slots["mu"][...] = 7.0  # the file stays
@@ -127,11 +127,11 @@ def test_ties_are_stored_once_and_are_there_again(file: Path) -> None:
     op.save(file, state.mask("head"), model)
     assert sorted(tensors.read(file).arrays) == ["embed", "embed/mu", "embed/nu"]
     fresh = np.zeros((4, 3))
-    again, values, _ = op.load(file, {"embed": fresh, "head": fresh.T})
+    again, values, *_ = op.load(file, {"embed": fresh, "head": fresh.T})
     assert again == state.mask("head")
     assert values["head"].base is values["embed"] or np.shares_memory(values["head"], values["embed"])
     np.testing.assert_array_equal(values["head"], model["head"])
-    again, values, _ = op.load(file, {"embed": np.zeros((4, 3)), "head": np.zeros((3, 4))})
+    again, values, *_ = op.load(file, {"embed": np.zeros((4, 3)), "head": np.zeros((3, 4))})
     assert again == state.mask("head")
     np.testing.assert_array_equal(values["head"], values["embed"].T)
     apart = nn.ParameterDict({"embed": torch.zeros(4, 3, dtype=torch.float64), "head": torch.zeros(3, 4, dtype=torch.float64)})
@@ -154,18 +154,18 @@ def test_a_module_gets_its_parameters_and_buffers_in_place(file: Path) -> None:
     op.save(file, state, module)
     other = made()
     before = other[0].weight
-    again, same, _ = op.load(file, other)
+    again, same, *_ = op.load(file, other)
     assert same is other
     assert other[0].weight is before
     assert again == state
     assert all(torch.equal(a, b) for a, b in zip(module.state_dict().values(), other.state_dict().values(), strict=True))
     assert torch.equal(module.state_dict()["1.running_mean"], other.state_dict()["1.running_mean"])
     compiled: Any = torch.compile(made(), backend="eager")
-    again, _, _ = op.load(file, compiled)
+    again, *_ = op.load(file, compiled)
     assert again == state
     op.save(file, again, nn.DataParallel(other))
     assert op.load(file, made()).state == state
-    inside, values, _ = op.load(file, {"m": made()}, rename={"": "m"})
+    inside, values, *_ = op.load(file, {"m": made()}, rename={"": "m"})
     assert inside is not None
     assert torch.equal(values["m"][0].weight, module.get_parameter("0.weight"))
     assert torch.equal(values["m"].state_dict()["1.running_var"], module.state_dict()["1.running_var"])
@@ -180,14 +180,14 @@ def test_equinox_and_nnx_models_go_on(file: Path) -> None:
     _, grads = op.value_and_grad(lambda model: (model(jnp.ones(2)) ** 2).sum(), state)(model)
     state, model = op.update(state, model, grads)
     op.save(file, state, model)
-    again, other, _ = op.load(file, eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(1)))
+    again, other, *_ = op.load(file, eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(1)))
     assert again == state
     assert (other(jnp.ones(2)) == model(jnp.ones(2))).all()
 
     net: Any = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
     state = op.setup(op.Adam(), net)
     op.save(file, state, net)
-    again, other, _ = op.load(file, nnx.Linear(2, 2, rngs=nnx.Rngs(1)))
+    again, other, *_ = op.load(file, nnx.Linear(2, 2, rngs=nnx.Rngs(1)))
     assert again == state
     assert (other(jnp.ones(2)) == net(jnp.ones(2))).all()
 
@@ -197,7 +197,7 @@ def test_an_ensemble_goes_on(file: Path) -> None:
     state = jax.vmap(lambda model: op.setup(op.Adam(), model))(models)
     state, models = jax.vmap(lambda state, model: op.update(state, model, model))(state, models)
     op.save(file, state)
-    again, _, _ = op.load(file)
+    again, *_ = op.load(file)
     assert again is not None
     assert [each.tolist() for each in again.counters] == [[1, 1, 1]]
     np.testing.assert_array_equal(leaf(again, "w").slots["mu"], leaf(state, "w").slots["mu"])
@@ -250,7 +250,7 @@ def test_what_is_code_is_given_again_and_its_numbers_come_from_the_file(file: Pa
     op.save(file, state, model)
     with pytest.raises(StateError, match=r"w: AdamW\.lr is _halved, which is code, .* give the rule: load\(…, rule=…\)"):
         op.load(file, model)
-    again, _, _ = op.load(file, model, rule=rules)
+    again, *_ = op.load(file, model, rule=rules)
     assert again == state
     assert leaf(again, "w").rule == op.AdamW(_halved, weight_decay=0.7)
     with pytest.raises(StateError, match=r"w: the file has AdamW here, and SGD\(.*\) is given for it"):
@@ -301,7 +301,7 @@ def test_parameters_are_found_by_name(file: Path) -> None:
     second = nn.Module()
     for name in ("p2", "p1"):
         second.register_parameter(name, nn.Parameter(torch.ones(2, 2)))
-    again, _, _ = op.load(file, second)
+    again, *_ = op.load(file, second)
     assert again is not None
     assert [float(leaf(again, name).slots["mu"][0, 0]) for name in ("p1", "p2")] == pytest.approx([0.1, 0.5])
 
@@ -314,14 +314,14 @@ def test_a_swapped_head_is_named_with_both_shapes_and_adapted_on_request(file: P
     with pytest.raises(StateError, match=r"does not fit the model; changed: head\.weight \(shape \[10, 3\] -> \[3, 3\]\); load"):
         op.load(file, smaller)
     assert not smaller["trunk"].any()
-    again, values, report = op.load(file, smaller, strict=False)
+    again, values, report, _ = op.load(file, smaller, strict=False)
     assert again is not None
     assert report is not None
     assert _steps(again) == {"head.weight": 0, "trunk": 1}
     np.testing.assert_array_equal(values["trunk"], model["trunk"])
     assert not values["head"]["weight"].any()
     assert list(map(str, report.fresh)) == ["head.weight"]
-    grown, values, _ = op.load(file, {"trunk": np.zeros(3), "head": {"weight": np.zeros((12, 3))}}, resize="pad")
+    grown, values, *_ = op.load(file, {"trunk": np.zeros(3), "head": {"weight": np.zeros((12, 3))}}, resize="pad")
     assert grown is not None
     assert _steps(grown) == {"head.weight": 1, "trunk": 1}
     np.testing.assert_array_equal(values["head"]["weight"][:10], model["head"]["weight"])
@@ -336,7 +336,7 @@ def test_all_that_does_not_fit_is_listed(file: Path) -> None:
         op.load(file, {"b": np.ones(2, np.float32), "c": np.ones(2), "n": np.arange(3)})
     with pytest.raises(StateError, match=r"missing in it: m; changed: n \(shape\)"):
         op.load(file, {"a": np.ones(2), "b": np.ones(2), "n": np.arange(4), "m": np.arange(1)})
-    again, values, _ = op.load(file, {"x": {"b": np.zeros(2), "a": np.zeros(2), "n": np.zeros(3, int)}}, rename={"": "x"})
+    again, values, *_ = op.load(file, {"x": {"b": np.zeros(2), "a": np.zeros(2), "n": np.zeros(3, int)}}, rename={"": "x"})
     assert again is not None
     assert sorted(map(str, again)) == ["x.a", "x.b"]
     assert values["x"]["n"].tolist() == [0, 1, 2]
@@ -349,7 +349,7 @@ def test_names_with_shells_load_into_the_plain_model(shell: str, file: Path) -> 
     module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     names = {f"{shell}{name}": torch.full_like(each, 3) for name, each in module.state_dict().items()}
     safetensors.torch.save_file(names, file)
-    state, same, report = op.load(file, module)
+    state, same, report, _ = op.load(file, module)
     assert (state, same, report) == (None, module, None)
     assert all((each == 3).all() for each in module.state_dict().values())
     inside = {f"{shell}{name}": each for name, each in {"0.weight": np.ones((2, 2)), "0.bias": np.ones(2)}.items()}
@@ -362,7 +362,7 @@ def test_names_with_shells_load_into_the_plain_model(shell: str, file: Path) -> 
         node[path[-1]] = each
     begun, nested = op.update(op.setup(op.Adam(), nested), nested, nested)
     op.save(file, begun, nested)
-    again, values, _ = op.load(file, [{"weight": np.zeros((2, 2)), "bias": np.zeros(2)}])
+    again, values, *_ = op.load(file, [{"weight": np.zeros((2, 2)), "bias": np.zeros(2)}])
     assert again is not None
     assert _steps(again) == {"0.bias": 1, "0.weight": 1}
     np.testing.assert_array_equal(values[0]["weight"], flat_value(nested, f"{shell}0.weight"))
@@ -380,7 +380,7 @@ def test_files_of_other_tools_fill_a_model_and_say_what_does_not_fit(file: Path)
     model = {"embed": {"weight": table}, "head": table.T, "b": np.zeros(2)}
     with pytest.raises(StateError, match="does not fit the model; not in the model: more"):
         op.load(file, model)
-    _, values, _ = op.load(file, model, strict=False)
+    _, values, *_ = op.load(file, model, strict=False)
     assert values["head"].all()
     assert values["embed"]["weight"].all()
     assert values["b"].dtype == np.float64
@@ -408,7 +408,7 @@ def test_slots_that_start_as_the_parameter_start_as_the_one_in_the_file(file: Pa
 
     module = made(5.0, requires_grad=False)
     op.save(file, op.setup(op.Chain(op.SGD(0.1), op.Lookahead()), module), module)
-    again, _, _ = op.load(file, made(0.0, requires_grad=True))
+    again, *_ = op.load(file, made(0.0, requires_grad=True))
     (slow,) = leaf(again, "w").slots.values()
     assert slow.tolist() == [5.0, 5.0, 5.0]
 
@@ -435,11 +435,11 @@ def test_places_of_all_kinds_can_be_renamed_or_given_up(file: Path) -> None:
     state = op.setup(op.Adam(), model)
     op.save(file, state, model)
     u = np.zeros(2)
-    again, values, _ = op.load(file, {"a": u, "d": u, "st": np.zeros(2, int)}, rename={"c": "d", "stats": "st", "b": None})
+    again, values, *_ = op.load(file, {"a": u, "d": u, "st": np.zeros(2, int)}, rename={"c": "d", "stats": "st", "b": None})
     assert [str(path) for path in again] == ["a"]
     assert values["st"].tolist() == [0, 1]
     op.save(file, state)
-    again, _, _ = op.load(file, {"a": u, "c": u, "e": np.ones(2), "stats": np.arange(2)}, rename={"b": "e"})
+    again, *_ = op.load(file, {"a": u, "c": u, "e": np.ones(2), "stats": np.arange(2)}, rename={"b": "e"})
     assert [str(path) for path in again] == ["a", "e"]
 
 
@@ -496,7 +496,7 @@ def test_names_do_not_collide(file: Path) -> None:
     state = op.setup(op.Adam(), model)
     state, model = op.update(state, model, model)
     op.save(file, state, model)
-    again, values, _ = op.load(file, model)
+    again, values, *_ = op.load(file, model)
     assert again == state
     for key in keys:
         np.testing.assert_array_equal(values[key], model[key])
@@ -521,7 +521,7 @@ def test_arrays_come_back_as_they_were(array: np.ndarray, file: Path) -> None:
     model = {"w": array, "n": array.astype(np.int8) if array.dtype.kind != "c" else np.arange(2)}
     state, model = op.update(op.setup(op.Momentum(0.5), model), model, {"w": array.astype(array.dtype.newbyteorder("="))})
     op.save(file, state, model)
-    again, values, _ = op.load(
+    again, values, *_ = op.load(
         file,
         {
             "w": np.zeros_like(np.ascontiguousarray(array)).reshape(array.shape).astype(model["w"].dtype),
@@ -541,7 +541,7 @@ def test_slots_keep_their_own_dtype(file: Path) -> None:
     }
     state, model = op.update(op.setup(op.Adam(), model), model, model)
     op.save(file, state, model)
-    again, values, _ = op.load(file, {name: torch.zeros_like(each) for name, each in model.items()})
+    again, values, *_ = op.load(file, {name: torch.zeros_like(each) for name, each in model.items()})
     assert again == state
     assert leaf(again, "w").slots["mu"].dtype == torch.float32
     assert all(torch.equal(values[name], each) for name, each in model.items())
@@ -591,7 +591,7 @@ def test_every_damage_is_noticed(file: Path) -> None:
     model = {"embed": table, "head": table.T, "b": rng.normal(size=4).astype(np.float32), "n": np.arange(3)}
     state = op.setup(op.Chain(op.ClipNorm(1.0), op.AdamW(Cosine(0.1, 5))), model).freeze("embed", rows=[1])
     state, model = op.update(state, model, {"embed": table, "b": np.ones(4)})
-    op.save(file, state, model)
+    op.save(file, state, model, extra={"epoch": 3, "order": np.arange(3)})
     whole = file.read_bytes()
     size = len(whole)
     header = 8 + int.from_bytes(whole[:8], "little")
@@ -616,7 +616,7 @@ def test_every_damage_is_noticed(file: Path) -> None:
                 damaged[spot : spot + len(number.group())] = str(int(rng.integers(10 ** int(rng.integers(1, 18))))).encode()
         file.write_bytes(damaged)
         try:
-            again, values, _ = op.load(file)
+            again, values, *_ = op.load(file)
         except OptimiserError:
             refused += 1
             continue
@@ -664,8 +664,78 @@ def test_documents_that_describe_no_state_are_errors(file: Path) -> None:
 def test_a_later_schema_is_an_error(file: Path) -> None:
     document, arrays = tensors_of(file, op.setup(op.Adam(), {"a": np.ones(2)}))
     tensors.write(file, arrays, {**document, "schema": 99})
-    with pytest.raises(StateError, match="is of schema 99, and this library reads up to 1; update it"):
+    with pytest.raises(StateError, match="is of schema 99, and this library reads up to 2; update it"):
         op.load(file)
+
+
+def test_a_file_of_the_first_schema_loads(file: Path) -> None:
+    table = np.zeros((4, 3), np.float32)
+    model = {"embed": table, "head": {"weight": table.T, "bias": np.zeros(4)}, "trunk": np.zeros(2), "seen": np.zeros(3, int)}
+    old = Path(__file__).parent / "data" / "schema_1.safetensors"
+    state, model, report, extra = op.load(old, model)
+    assert extra is None
+    assert (state.step, leaf(state, "embed").step, leaf(state, "trunk").step, leaf(state, "trunk").frozen) == (3, 3, 1, True)
+    assert (leaf(state, "embed").frozen_rows, leaf(state, "embed").masked) == (((1, 3),), {op.Path("head.weight")})
+    # Gradients of one and a momentum of 0.9.
+    np.testing.assert_allclose(leaf(state, "head.bias").slots["velocity"], np.full(4, 2.71))
+    np.testing.assert_allclose(model["head"]["bias"], np.full(4, -0.1 * (1 + 1.9 + 2.71)))
+    assert model["seen"].tolist() == [0, 1, 2]
+    op.save(file, state, model)
+    assert tensors.read(file).document["schema"] == 2
+    assert op.load(file, model).state == state
+    assert len(report.kept) == 3
+
+
+# What a run keeps beside its state --------------------------------------------------------------------------------------
+
+
+def test_extra_data_come_back(backend: Backend, file: Path) -> None:
+    rng = np.random.default_rng(0)
+    extra = {
+        "epoch": 3,
+        "rng": rng.bit_generator.state,
+        "order": rng.permutation(7),
+        "seen": (backend.array([1.0, 2.0]), None, True, "näme", float("inf")),
+        "best": np.float32(0.5),
+        "": {},
+    }
+    model = {"a": backend.array(np.ones(2))}
+    op.save(file, op.setup(op.Adam(), model), model, extra=extra)
+    for again in (op.load(file).extra, op.load(file, model).extra, op.load(file, model, strict=False).extra):
+        assert again["rng"] == extra["rng"]
+        assert again["order"].tolist() == extra["order"].tolist()
+        assert again["seen"][0].tolist() == [1.0, 2.0]
+        assert again["seen"][1:] == [None, True, "näme", float("inf")]
+        assert (again["epoch"], again["best"], again[""]) == (3, 0.5, {})
+    op.save(file, op.setup(op.Adam(), model))
+    assert op.load(file).extra is None
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (
+            {"rng": np.random.default_rng()},
+            r"extra\['rng'\] is a Generator; a file holds mappings, lists, numbers, texts and arrays",
+        ),
+        ({"a": [0, {1: 2}]}, r"extra\['a'\]\[1\]: 1 cannot be a key"),
+        ({"/array": 1}, "'/array' cannot be a key"),
+        (open, "extra is a builtin"),
+    ],
+)
+def test_extra_data_that_no_file_holds_are_errors(extra: Any, message: str, file: Path) -> None:
+    state = op.setup(op.Adam(), {"a": np.ones(2)})
+    op.save(file, state, extra=1)
+    with pytest.raises(StateError, match=message):
+        op.save(file, state, extra=extra)
+    assert op.load(file).extra == 1
+
+
+def test_extra_data_that_hold_themselves_are_an_error(file: Path) -> None:
+    extra: dict[str, Any] = {}
+    extra["self"] = extra
+    with pytest.raises(StateError, match="extra is nested too deeply, or holds itself"):
+        op.save(file, op.setup(op.Adam(), {"a": np.ones(2)}), extra=extra)
 
 
 def test_checksums_can_be_left_out(file: Path) -> None:

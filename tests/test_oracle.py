@@ -1103,7 +1103,7 @@ class Training(RuleBasedStateMachine):
             with tempfile.TemporaryDirectory() as folder:
                 op.save(f"{folder}/run", state, world.model if how == "file" else None)
                 rule = lambda record: state.rules[state.parameters[state.layout.index[record.path]].group]  # noqa: E731
-                new, model, report = op.load(f"{folder}/run", world.model, rule=rule)
+                new, model, report, _ = op.load(f"{folder}/run", world.model, rule=rule)
             assert bits(model) == bits(world.model)
             world.model = model
         elif how == "adapt":

@@ -25,6 +25,7 @@ examples:
   optimisers demo                    train a small language model, in about a minute
   optimisers demo --steps 200        the same, less well and faster
   optimisers demo --seed 1 --out run
+  optimisers demo --resume --out run go on with it after it was interrupted
   optimisers show run.safetensors    parameters, rules, counts, what is frozen, bytes
   optimisers diff a.safetensors b.safetensors --json
   optimisers rename old.safetensors new.safetensors --map encoder=backbone.encoder
@@ -85,15 +86,17 @@ def _add_demo(commands: Any) -> None:
         description=(
             "Train a character-level language model with tied embeddings on the language reference that ships inside CPython: "
             "first the whole model, then, on another part of the text, with its trunk frozen, and then with the trunk thawed layer "
-            "by layer. Ctrl-C ends it early, with a report of what was reached. Writes a picture of the losses (losses.png), "
-            "generated text (sample.txt) and the figures (metrics.json)."
+            "by layer. Ctrl-C ends it early, with a report of what was reached; --resume goes on. Writes "
+            "a picture of the losses (losses.png), generated text (sample.txt), the figures (metrics.json) and the run itself "
+            "(run.safetensors)."
         ),
     )
-    command.add_argument("--steps", type=_at_least(1), default=700, help="optimisation steps in all (default: %(default)s)")
-    command.add_argument("--seed", type=_at_least(0), default=0, help="one seed, one result (default: %(default)s)")
+    command.add_argument("--steps", type=_at_least(1), help="optimisation steps in all (default: 700)")
+    command.add_argument("--seed", type=_at_least(0), help="one seed, one result (default: 0)")
     command.add_argument(
         "--out", type=Path, default=Path("optimisers-demo"), help="the folder that is written to (default: ./%(default)s)"
     )
+    command.add_argument("--resume", action="store_true", help="go on with the run in the folder, with its steps and seed")
     command.set_defaults(run=_demo)
 
 
@@ -105,7 +108,7 @@ def _demo(arguments: argparse.Namespace) -> int:
         if missing not in ("autograd", "matplotlib"):
             raise
         return _fail(f"the demo needs {missing}, which is not installed: pip install 'optimisers[demo]'")
-    finished = demo.run(steps=arguments.steps, seed=arguments.seed, out=arguments.out)
+    finished = demo.run(steps=arguments.steps, seed=arguments.seed, out=arguments.out, resume=arguments.resume)
     return 0 if finished else INTERRUPTED
 
 

@@ -26,7 +26,7 @@ class Display:
     def __init__(self, console: Console, training: Training) -> None:
         self._console = console
         self._training = training
-        self._steps = sum(phase.steps for phase in training.plan)
+        self._steps = training.steps
         self._bar = Progress(
             TextColumn("{task.description:<15}", style="bold"),
             BarColumn(bar_width=None),

@@ -1,6 +1,7 @@
 """The training: all of the model on one text, then its trunk frozen and thawed layer by layer on another."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 import optimisers as op
 from optimisers.demo.corpus import Corpus, Ids
 from optimisers.demo.model import DILATIONS, loss, new_model
+from optimisers.errors import StateError
 from optimisers.schedules import Cosine, Joined, Schedule, warmup
 
 __all__ = ["Outcome", "Phase", "Training", "phases", "step"]
@@ -21,6 +23,7 @@ TRUNK = "layers"
 _value_and_grad: Any = value_and_grad
 _SAMPLED, _SAMPLE_LENGTH = 32, 256
 _SAMPLES = 40
+_RUN = "optimisers demo"
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,7 @@ class Training:
     """A training as far as it has come."""
 
     corpus: Corpus
+    seed: int
     plan: list[Phase]
     state: op.State
     model: Any
@@ -112,6 +116,8 @@ class Training:
     samples: list[tuple[int, float]] = field(default_factory=list)
     """The held-out loss, measured on a part of the held-out text: after how many steps, and how large."""
     outcomes: list[Outcome] = field(default_factory=list)
+    seconds: float = 0.0
+    """How long it took before it was resumed."""
     _open: tuple[Phase, int, dict[str, list[Any]]] | None = None
 
     @classmethod
@@ -123,7 +129,48 @@ class Training:
         model = new_model(len(corpus.alphabet), for_model)
         rule = op.Chain(op.ClipGlobalNorm(1.0), op.AdamW(rate, betas=(0.9, 0.99), weight_decay=0.4))
         state = op.setup(rule, model).adjust(op.select.ndim(1), weight_decay=0.0)
-        return cls(corpus, plan, state, model, rate, for_batches)
+        return cls(corpus, seed, plan, state, model, rate, for_batches)
+
+    @classmethod
+    def resumed(cls, corpus: Corpus, file: Path) -> "Training":
+        """A training that goes on where its file was written.
+
+        **Raises** `StateError` for the file of some other run, or one that is damaged; `OSError` for one that cannot be read.
+        """
+        state, model, _, kept = op.load(file, new_model(len(corpus.alphabet), np.random.default_rng()))
+        if not isinstance(kept, dict) or kept.get("run") != _RUN:
+            raise StateError(f"{file} is not of a run of the demo")
+        self = cls.new(corpus, kept["steps"], kept["seed"])
+        # The file has the waves as a schedule of the library, since it holds no code.
+        self.state, self.model = state.adjust(lr=self.rate), model
+        self.random.bit_generator.state = kept["random"]
+        self.losses, self.seconds = kept["losses"], kept["seconds"]
+        self.samples = [(at, reached) for at, reached in kept["samples"]]
+        self.outcomes = [Outcome(**{**each, "frozen": tuple(each["frozen"])}) for each in kept["outcomes"]]
+        if kept["begun"] is not None:
+            self._open = (self.plan[len(self.outcomes)], kept["begun"]["first"], kept["begun"]["frozen"])
+        return self
+
+    def save(self, file: Path, seconds: float) -> None:
+        """Write all that it takes to go on, and how many seconds it took so far."""
+        begun = None if self._open is None else {"first": self._open[1], "frozen": self._open[2]}
+        kept = {
+            "run": _RUN,
+            "steps": self.steps,
+            "seed": self.seed,
+            "random": self.random.bit_generator.state,
+            "losses": self.losses,
+            "seconds": seconds,
+            "samples": self.samples,
+            "outcomes": list(map(asdict, self.outcomes)),
+            "begun": begun,
+        }
+        op.save(file, self.state.adjust(lr=self.rate.schedule), self.model, extra=kept)
+
+    @property
+    def steps(self) -> int:
+        """How many steps it takes in all."""
+        return sum(phase.steps for phase in self.plan)
 
     @property
     def live_elements(self) -> int:
@@ -131,18 +178,23 @@ class Training:
         return sum(record.size for record in self.state.parameters if not record.frozen)
 
     def enter(self, phase: Phase) -> None:
-        """Begin a phase."""
-        self.state = phase.enter(self.state)
-        self._open = (phase, len(self.losses), _frozen(self.state, self.model))
+        """Begin a phase, or go on with it where it was begun."""
+        if self._open is None or self._open[0] is not phase:
+            self.state = phase.enter(self.state)
+            self._open = (phase, len(self.losses), _frozen(self.state, self.model))
 
-    def advance(self, phase: Phase) -> None:
-        """Take one step on a random batch of the phase's text."""
+    def advance(self) -> bool:
+        """Take one step on a random batch of the text of the phase that was begun; `False` when it is at its end."""
+        assert self._open is not None
+        phase, first, _ = self._open
+        if len(self.losses) - first == phase.steps:
+            return False
         inputs, targets = _batch(getattr(self.corpus, phase.part), self.random)
         self.state, self.model, reached = step(self.state, self.model, inputs, targets)
         self.losses.append(reached)
-        total = sum(each.steps for each in self.plan)
-        if len(self.losses) % max(1, total // _SAMPLES) == 0:
+        if len(self.losses) % max(1, self.steps // _SAMPLES) == 0:
             self.samples.append((len(self.losses), float(loss(self.model, *_spread(self.corpus.held_out)))))
+        return True
 
     def leave(self) -> bool:
         """End the phase that was begun: measure what it came to. `False` when none was begun, or it has taken no step."""

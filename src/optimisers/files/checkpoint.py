@@ -9,8 +9,8 @@ import numpy as np
 from optimisers.assignment import RuleFor, check_kind, chooser
 from optimisers.backends.arrays import device_of, dtype_name, library_of, memory_of
 from optimisers.errors import ModelError, PathError, StateError, listed
-from optimisers.files.document import described, paths_of, restored, slot_names, spelled
-from optimisers.files.tensors import Contents, read, write
+from optimisers.files.document import described, extra_of, paths_of, read, restored, slot_names, spelled
+from optimisers.files.tensors import Contents, write
 from optimisers.model.layout import Parameter
 from optimisers.model.paths import Path
 from optimisers.model.reading import open_with, parameters_of
@@ -33,14 +33,16 @@ class Loaded(NamedTuple):
     - `model`: the model with the values of the file; without a model to put them into, a mapping from spelled paths to NumPy
       arrays, or `None` where the file holds no values.
     - `report`: what became of each parameter, or `None` without a model.
+    - `extra`: what the run kept beside its state, or `None`; arrays in it are NumPy arrays, sequences are lists.
     """
 
     state: Any
     model: Any
     report: Any
+    extra: Any
 
 
-def save(file: "str | os.PathLike[str]", state: State, model: Any = None) -> None:
+def save(file: "str | os.PathLike[str]", state: State, model: Any = None, *, extra: Any = None) -> None:
     """Write a state to a safetensors file, by name, and with it the model: all that a resumed run needs.
 
     Slots stand under `<path>/<slot>` in it, parameters under `<path>`, tied ones once, and so do the other arrays of the model
@@ -51,6 +53,13 @@ def save(file: "str | os.PathLike[str]", state: State, model: Any = None) -> Non
     Schedules of this library are written; functions, and classes of rules of your own, are known by name alone and are given
     to `load` again.
 
+    **Arguments:**
+
+    - `file`: where to write.
+    - `state`, `model`: the state, and the model to write with it.
+    - `extra`: what else the run needs: nested mappings, sequences, numbers, texts and arrays, such as the epoch, the place in the
+      data, the state of a random generator.
+
     **Raises** `ModelError` for a model that is not the state's, `TieError` where tied places hold different values, `DtypeError`
     for a dtype that safetensors lacks, `StateError` for what no file can hold, `OSError` as writing does. The old file is whole
     then.
@@ -60,15 +69,15 @@ def save(file: "str | os.PathLike[str]", state: State, model: Any = None) -> Non
         >>> file = pathlib.Path(tempfile.mkdtemp()) / "run.safetensors"
         >>> model = {"w": np.ones(3)}
         >>> state, model = op.update(op.setup(op.Adam(), model), model, model)
-        >>> op.save(file, state, model)
-        >>> again, values, _ = op.load(file, {"w": np.zeros(3)})
-        >>> again == state, values["w"].tolist() == model["w"].tolist()
-        (True, True)
+        >>> op.save(file, state, model, extra={"epoch": 1})
+        >>> again, values, _, extra = op.load(file, {"w": np.zeros(3)})
+        >>> again == state, values["w"].tolist() == model["w"].tolist(), extra
+        (True, True, {'epoch': 1})
     """
     check_state(state, "save")
     if state.spent:
         raise StateError("update_ has written into the slots of this state; use the state that it returned")
-    document, arrays = described(state)
+    document, arrays = described(state, extra)
     if model is not None:
         view = open_with(state.layout, model)
         view.check_ties()
@@ -113,7 +122,7 @@ def load(
     - `rename`, `resize`: as in `adapt`. What they speak of counts as fitting.
     - `verify`: whether checksums are compared, so that damage is noticed.
 
-    **Returns** a `Loaded`: the state, the model and a report.
+    **Returns** a `Loaded`: the state, the model, a report, and what else the run kept.
 
     **Raises** `StateError` for a file that is damaged, of a later schema, or does not fit, with all that is missing, unexpected or
     of another shape by path; `OSError` for one that cannot be read. Nothing has changed then.
@@ -139,15 +148,16 @@ def load(
         here = records.get(new_name(record.path) or record.path)
         return choose(record if here is None else here)
 
+    extra = extra_of(contents, file)
     old = restored(contents.document, contents.arrays, None if choose is None else given, file)
     adapting = Adapting(old, model, new_name, resize, rule, file_values=values)
     state, report = adapting.done()
     if strict:
         _check_fit(file, report, {path for path in report.dropped if new_name(path) is None}, resized=resize is not None)
     if contents.document.get("values") is not True:
-        return Loaded(state, model, report)
+        return Loaded(state, model, report, extra)
     others = _others_in(file, dict(_others(state, model)), there, strict)
-    return Loaded(state, _put(model, adapting.carried, others), report)
+    return Loaded(state, _put(model, adapting.carried, others), report, extra)
 
 
 def _values(contents: Contents) -> dict[Path, np.ndarray]:
@@ -169,10 +179,11 @@ def _path_of(name: str) -> Path:
 def _without_model(contents: Contents, rule: "RuleFor | None", file: Any) -> Loaded:
     values = {str(path): np.array(array) for path, array in _values(contents).items()}
     if contents.document is None:
-        return Loaded(None, values, None)
+        return Loaded(None, values, None, None)
+    extra = extra_of(contents, file)
     state = restored(contents.document, contents.arrays, None if rule is None else chooser(rule), file)
     slots = tuple([own if own is None else tuple(map(_own, own)) for own in state.slots])
-    return Loaded(state.evolved(slots=slots), values if contents.document.get("values") is True else None, None)
+    return Loaded(state.evolved(slots=slots), values if contents.document.get("values") is True else None, None, extra)
 
 
 def _own(array: Any) -> Any:
@@ -270,7 +281,7 @@ def _values_alone(file: Any, model: Any, there: Mapping[Path, Any], strict: bool
             parameters.append((record, converted(view.undo(there[path]), record.dtype, record.library, record.device)))
     if strict:
         _raise(file, {"missing in it": missing, "not in the model": unknown, "changed": changed})
-    return Loaded(None, _put(model, parameters, _others_in(file, rest, there, strict)), None)
+    return Loaded(None, _put(model, parameters, _others_in(file, rest, there, strict)), None, None)
 
 
 def _put(model: Any, parameters: Iterable[tuple[Parameter, Any]], others: Mapping[Path, Any]) -> Any:

@@ -6,7 +6,9 @@ from typing import Any
 import numpy as np
 
 from optimisers.errors import OptimiserError, StateError
+from optimisers.files import plain_data, tensors
 from optimisers.files.plain_rules import plain_value, rule_as_data, rule_from_data
+from optimisers.files.tensors import Contents
 from optimisers.model.layout import Alias, Layout, Parameter, slot_dtypes
 from optimisers.model.paths import Path
 from optimisers.model.ties import View, shape_through
@@ -14,9 +16,11 @@ from optimisers.rules.base import Rule
 from optimisers.rules.program import program_of
 from optimisers.state import State
 
-__all__ = ["SCHEMA", "described", "paths_of", "restored", "slot_name", "slot_names", "spelled"]
+__all__ = ["SCHEMA", "described", "extra_of", "paths_of", "read", "restored", "slot_name", "slot_names", "spelled"]
 
-SCHEMA = 1
+SCHEMA = 2
+_MIGRATIONS: Mapping[int, Callable[[dict[str, Any]], dict[str, Any]]] = {1: lambda document: {**document, "extra": None}}
+"""From each older schema to the next: what a document of it lacks."""
 
 
 def slot_name(path: Path, slot: str) -> str:
@@ -47,10 +51,11 @@ def paths_of(document: Any) -> list[Path]:
         raise StateError(f"the document describes no state ({type(error).__name__}: {error})") from error
 
 
-def described(state: State) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The document of a state, and its arrays by name.
+def described(state: State, extra: Any = None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The document of a state and of what a run keeps beside it, and their arrays by name.
 
-    **Raises** `StateError` for what cannot be written: a path with keys of some other type, the memory of a rule that is code.
+    **Raises** `StateError` for what cannot be written: a path with keys of some other type, the memory of a rule that is code,
+    extra data that are not plain.
     """
     arrays: dict[str, Any] = {}
 
@@ -98,8 +103,16 @@ def described(state: State) -> tuple[dict[str, Any], dict[str, Any]]:
         "parameters": parameters,
         "excluded": sorted(map(spelled, state.layout.excluded)),
         "detached": sorted(map(spelled, state.detached)),
+        "extra": _extra(extra, keep),
     }
     return document, arrays
+
+
+def _extra(extra: Any, keep: Callable[[Any], str]) -> Any:
+    try:
+        return plain_data.as_data(extra, keep)
+    except RecursionError:
+        raise StateError("extra is nested too deeply, or holds itself; a file holds trees") from None
 
 
 def _listed(part: Any) -> Any:
@@ -134,14 +147,30 @@ def _memory(name: str, value: Any, number: Callable[[Any], Any]) -> Any:
 # Back -----------------------------------------------------------------------------------------------------------------
 
 
+def read(file: Any, *, verify: bool = True) -> Contents:
+    """What is in a file, its document in the schema of today.
+
+    **Raises** `StateError` for a file that is damaged, or of a later schema; `OSError` for one that cannot be read.
+    """
+    contents = tensors.read(file, verify=verify)
+    return contents if contents.document is None else contents._replace(document=_migrated(contents.document, file))
+
+
+def extra_of(contents: Contents, file: Any) -> Any:
+    """What a run kept beside its state; its arrays as copies."""
+    try:
+        return plain_data.from_data(contents.document["extra"], lambda name: np.array(contents.arrays[name]))
+    except (KeyError, TypeError) as error:
+        raise StateError(f"{file}: the document in it is damaged ({type(error).__name__}: {error})") from error
+
+
 def restored(document: Any, arrays: Mapping[str, Any], given: Callable[[Parameter], Rule] | None, file: Any) -> State:
     """The state that a document describes, of NumPy arrays.
 
     **Arguments:** `given`: a function from a record to a rule like its own, to take from what is code.
 
-    **Raises** `StateError` for a document of a later schema, or one that describes no state.
+    **Raises** `StateError` for a document that describes no state.
     """
-    document = _migrated(document, file)
     try:
         return _restored(document, arrays, given, file)
     except OptimiserError:
@@ -157,6 +186,8 @@ def _migrated(document: Any, file: Any) -> Mapping[str, Any]:
         raise StateError(f"{file}: the document in it has no schema that could be read")
     if schema > SCHEMA:
         raise StateError(f"{file} is of schema {schema}, and this library reads up to {SCHEMA}; update it")
+    for older in range(schema, SCHEMA):
+        document = {**_MIGRATIONS[older](dict(document)), "schema": older + 1}
     return document
 
 

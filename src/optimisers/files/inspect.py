@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from optimisers.errors import PathError, StateError
-from optimisers.files.document import spelled
-from optimisers.files.tensors import Contents, read, write
+from optimisers.files.document import read, spelled
+from optimisers.files.tensors import Contents, write
 from optimisers.leaf import size_of
 from optimisers.model.paths import Path
 from optimisers.model.renaming import renamer
