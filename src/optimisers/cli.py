@@ -28,6 +28,7 @@ examples:
   optimisers demo --resume --out run go on with it after it was interrupted
   optimisers show run.safetensors    parameters, rules, counts, what is frozen, bytes
   optimisers diff a.safetensors b.safetensors --json
+  optimisers convert checkpoint-500 run.safetensors    the state of a Trainer, to go on with
   optimisers rename old.safetensors new.safetensors --map encoder=backbone.encoder
   optimisers check run.safetensors model.safetensors
   optimisers --print-completion bash > ~/.local/share/bash-completion/completions/optimisers
@@ -160,6 +161,40 @@ def _change(value: Any) -> str:
     return "".join(f"  {key} {old} -> {new}" for key, (old, new) in value.items())
 
 
+def _add_convert(commands: Any) -> None:
+    command = commands.add_parser(
+        "convert",
+        help="turn a file into that of another tool",
+        description=(
+            "Reads a safetensors file; or of PyTorch a checkpoint of Lightning (.ckpt), a folder of the Trainer of Transformers, "
+            "or a state dict (.pt). Writes, as the ending of OUT tells, a file of this library (.safetensors; one for all tools "
+            "where there is no state), or a state dict of PyTorch (.pt). Nothing in a file is executed."
+        ),
+    )
+    _add_file(command, "file", "the file or folder to read")
+    command.add_argument("out", type=Path, help="the file to write")
+    command.add_argument("--model", type=Path, help="the values of the model, where the file has an optimizer alone")
+    command.add_argument("--only", choices=("model", "state"), help="what to write, the other left out")
+    command.add_argument("--kind", help="the class of the optimizer, where a state dict does not tell: AdamW, SGD, …")
+    command.add_argument("--names", type=Path, help="a file with the names of the optimizer's parameters in its order, one a line")
+    command.set_defaults(run=_convert)
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    try:
+        from optimisers.interop.convert import convert
+
+        names = None if arguments.names is None else arguments.names.read_text("utf-8").splitlines()
+        options = {name: getattr(arguments, name) for name in ("model", "kind", "only")}
+        _say(f"{arguments.out}: {convert(arguments.file, arguments.out, names=names, **options)}")
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in ("torch", "transformers"):
+            raise
+        return _fail(f"this file needs {missing}, which is not installed: pip install {missing}")
+    return 0
+
+
 def _add_rename(commands: Any) -> None:
     command = commands.add_parser(
         "rename",
@@ -219,7 +254,7 @@ def _check(arguments: argparse.Namespace) -> int:
     return FAILED if found else 0
 
 
-_COMMANDS = (_add_demo, _add_show, _add_diff, _add_rename, _add_check)
+_COMMANDS = (_add_demo, _add_show, _add_diff, _add_convert, _add_rename, _add_check)
 
 
 def _add_file(command: argparse.ArgumentParser, name: str, text: str) -> None:

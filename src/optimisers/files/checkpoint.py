@@ -23,7 +23,7 @@ from optimisers.rules.base import Rule
 from optimisers.state import State, check_state
 from optimisers.surgery import Adapted, Adapting
 
-__all__ = ["Loaded", "load", "save"]
+__all__ = ["Loaded", "load", "path_of", "save"]
 
 
 class Loaded(NamedTuple):
@@ -163,12 +163,12 @@ def load(
 def _values(contents: Contents) -> dict[Path, np.ndarray]:
     """The values of a model in a file, by path."""
     if contents.document is None:
-        return {_path_of(name): array for name, array in contents.arrays.items()}
+        return {path_of(name): array for name, array in contents.arrays.items()}
     slots = slot_names(contents.document)
     return {Path(name): array for name, array in contents.arrays.items() if name not in slots and not name.startswith("/")}
 
 
-def _path_of(name: str) -> Path:
+def path_of(name: str) -> Path:
     """A name of another tool as a path."""
     try:
         return Path(name)

@@ -15,7 +15,7 @@ from optimisers.backends.arrays import dtype_name, numpy_dtype
 from optimisers.errors import DtypeError, StateError
 from optimisers.model.slots import to_numpy
 
-__all__ = ["Contents", "read", "write"]
+__all__ = ["Contents", "read", "replacing", "write"]
 
 _KEY, _SUM = "optimisers", "optimisers.checksum"
 _NAMES = {
@@ -49,8 +49,8 @@ class Contents(NamedTuple):
 # Writing --------------------------------------------------------------------------------------------------------------
 
 
-def write(file: "str | os.PathLike[str]", arrays: Mapping[str, Any], document: Mapping[str, Any]) -> None:
-    """Write arrays of any library, and a document of plain data, with checksums of both.
+def write(file: "str | os.PathLike[str]", arrays: Mapping[str, Any], document: Mapping[str, Any] | None) -> None:
+    """Write arrays of any library, and a document of plain data, with checksums of both; without a document, as other tools do.
 
     The file is written under another name in the same folder, flushed to the disk and renamed, so the old one is there until the
     new one is whole.
@@ -73,17 +73,29 @@ def write(file: "str | os.PathLike[str]", arrays: Mapping[str, Any], document: M
             data_ptr=flat.__array_interface__["data"][0],
             data_len=flat.nbytes,
         )
-    text = json.dumps({**document, "tensors": table})
-    target = File(os.path.realpath(file))  # a link stays one
-    handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
-    os.close(handle)
-    try:
+    metadata = {"format": "pt"}  # which Transformers asks for
+    if document is not None:
+        text = json.dumps({**document, "tensors": table})
+        metadata = {_KEY: text, _SUM: _checksum(np.frombuffer(text.encode(), np.uint8))}
+    elif any(each[0] in _PAIRS for each in table.values()):
+        raise DtypeError(f"{next(name for name, each in table.items() if each[0] in _PAIRS)}: safetensors has no complex128")
+    with replacing(file) as name:
         try:
-            serialize_file(specs, name, {_KEY: text, _SUM: _checksum(np.frombuffer(text.encode(), np.uint8))})
+            serialize_file(specs, name, metadata)
         except Exception as error:
             if isinstance(error, OSError) or type(error).__name__ != "SafetensorError":
                 raise
-            raise OSError(f"{target}: cannot be written: {error}") from error
+            raise OSError(f"{file}: cannot be written: {error}") from error
+
+
+@contextlib.contextmanager
+def replacing(file: "str | os.PathLike[str]") -> Iterator[str]:
+    """The name of a file to write, which then takes the place of another one; if writing it fails, the old one stays."""
+    target = File(os.path.realpath(file))  # a link stays one
+    handle, name = tempfile.mkstemp(prefix=".optimisers-", suffix=".tmp", dir=target.parent)
+    os.close(handle)
+    try:
+        yield name
         _keep_mode(name, target)
         _flush(name)
         os.replace(name, target)

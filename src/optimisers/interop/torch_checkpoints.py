@@ -1,0 +1,136 @@
+"""Checkpoints that other tools of PyTorch have written: read with `weights_only=True`, and their optimizers taken over."""
+
+import json
+import os
+import pickle
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path as File
+from typing import Any
+
+import torch
+
+from optimisers.errors import StateError
+from optimisers.interop.torch_import import from_torch
+from optimisers.state import State
+
+__all__ = ["from_checkpoint", "optimizer_in", "read_checkpoint", "trainer_names"]
+
+OPTIMIZER = "optimizer.pt"
+"""The file of the optimizer in a folder of the Trainer of Transformers."""
+
+
+def from_checkpoint(
+    file: "str | os.PathLike[str]",
+    module: Any,
+    *,
+    kind: "str | type | None" = None,
+    names: Sequence[str] | None = None,
+    which: int = 0,
+    step: int | None = None,
+) -> State:
+    """Take over the optimizer in a checkpoint of Lightning, of the Trainer of Transformers, or of `torch.save`.
+
+    The values of the module are not read: load them as ever, before or after. Nothing in the file is executed.
+
+    **Arguments:**
+
+    - `file`: a checkpoint of Lightning (`.ckpt`); a folder of the Trainer (`checkpoint-500`), or the `optimizer.pt` in it; or a
+      file with the state dict of an optimizer.
+    - `module`: the model that it trains: the `LightningModule`, or the model of Transformers.
+    - `kind`, `names`, `step`: as in `from_torch`. The Trainer's file holds no names, and its groups stand in an order of its own,
+      which `trainer_names(module)` tells; it is used where `names` is left out. The step is by default the one in the checkpoint.
+    - `which`: the number of the optimizer, where a checkpoint of Lightning has several.
+
+    **Returns** the state that goes on where the optimizer stood.
+
+    **Raises** `StateError` for a file that is damaged, holds no optimizer, or more than plain data and tensors; `OSError` for one
+    that cannot be read; and as `from_torch` does.
+
+    Example:
+        >>> import pathlib, tempfile, torch, optimisers as op
+        >>> from optimisers.interop.torch_checkpoints import from_checkpoint
+        >>> module = torch.nn.Linear(3, 2)
+        >>> optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+        >>> module(torch.ones(3)).sum().backward()
+        >>> optimizer.step()
+        >>> file = pathlib.Path(tempfile.mkdtemp()) / "optimizer.pt"
+        >>> torch.save(optimizer.state_dict(), file)
+        >>> from_checkpoint(file, module)
+        State(step=1, 2 parameters, AdamW(lr=0.01, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.01))
+    """
+    optimizer, taken = optimizer_in(file, which)
+    if names is None and File(_optimizer_file(file)).name == OPTIMIZER and not _named(optimizer):
+        names = trainer_names(module) if len(optimizer["param_groups"]) > 1 else None
+    return from_torch(optimizer, module, kind=kind, names=names, step=taken if step is None else step)
+
+
+def trainer_names(module: Any) -> list[str]:
+    """The names of the parameters in the order in which the Trainer of Transformers gives them to its optimizer: those that decay,
+    then the biases and norms, which do not.
+
+    **Raises** `ModuleNotFoundError` where Transformers is not installed.
+    """
+    from transformers import Trainer
+
+    decaying = set(Trainer.get_decay_parameter_names(None, module))  # type: ignore[arg-type]  # it looks at the module alone
+    training = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+    return sorted(training, key=lambda name: name not in decaying)
+
+
+def optimizer_in(file: "str | os.PathLike[str]", which: int = 0) -> tuple[Mapping[str, Any], int | None]:
+    """The state dict of the optimizer in a checkpoint, and the step that the run had reached, where that is known.
+
+    **Raises** `StateError` where there is none; as `read_checkpoint` does.
+    """
+    found = read_checkpoint(_optimizer_file(file))
+    if not isinstance(found, Mapping):
+        raise StateError(f"{file} holds a {type(found).__name__}, and no state dict of an optimizer")
+    if {"state", "param_groups"} <= found.keys():
+        return found, _step_of_trainer(_optimizer_file(file))
+    several = found.get("optimizer_states")
+    if not isinstance(several, Sequence) or not several:
+        inside = ", ".join(map(repr, list(found)[:5])) or "nothing"
+        raise StateError(f"{file} holds no optimizer; in it there is {inside}")
+    if not 0 <= which < len(several):
+        raise StateError(f"{file} holds {len(several)} optimizers, and number {which} is none of them")
+    # With several optimizers, the count is that of their steps together.
+    return several[which], found.get("global_step") if len(several) == 1 else None
+
+
+def read_checkpoint(file: "str | os.PathLike[str]") -> Any:
+    """What is in a file of `torch.save`: plain data and tensors, mapped into memory where the file allows it.
+
+    **Raises** `StateError` for a file that is damaged, or holds anything else; `OSError` for one that cannot be read.
+    """
+    with open(file, "rb"):  # what cannot be read at all is an OSError
+        pass
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    except pickle.UnpicklingError as error:
+        raise StateError(
+            f"{file} holds more than plain data and tensors, or is damaged, and nothing of it is executed here; load it yourself, "
+            f"and give the state dict of its optimizer to from_torch: {str(error).splitlines()[0]}"
+        ) from error
+    except Exception as error:  # torch raises errors of many kinds for damaged files
+        raise StateError(f"{file} is no file of torch.save, or is damaged ({type(error).__name__}: {error})") from error
+
+
+def _optimizer_file(file: "str | os.PathLike[str]") -> "str | os.PathLike[str]":
+    if not File(file).is_dir():
+        return file
+    if not (File(file) / OPTIMIZER).exists():
+        raise StateError(f"{file} holds no {OPTIMIZER}, as a folder of the Trainer does")
+    return File(file) / OPTIMIZER
+
+
+def _step_of_trainer(file: "str | os.PathLike[str]") -> int | None:
+    try:
+        step = json.loads((File(file).parent / "trainer_state.json").read_text("utf-8"))["global_step"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return step if isinstance(step, int) else None
+
+
+def _named(optimizer: Mapping[str, Any]) -> bool:
+    return all("param_names" in group for group in optimizer["param_groups"])

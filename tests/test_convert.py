@@ -1,0 +1,366 @@
+"""Checkpoints of other tools, taken over and written: of Lightning, of the Trainer of Transformers, of `torch.save`."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+import optimisers as op
+from optimisers.cli import main
+from optimisers.errors import StateError
+from optimisers.files.tensors import read
+from optimisers.interop.convert import convert
+from optimisers.interop.torch_checkpoints import from_checkpoint, optimizer_in, read_checkpoint, trainer_names
+from tests.conftest import leaf
+
+LIGHTNING = [
+    "ignore:The '.*_dataloader' does not have many workers:UserWarning",
+    "ignore:The number of training batches:UserWarning",
+    "ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning",
+]
+lightning_warns = [pytest.mark.filterwarnings(each) for each in LIGHTNING]
+
+
+def _net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 5))
+
+
+def _gradients(module: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in module.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+
+
+def _same(module: nn.Module, other: nn.Module, **tolerance: float) -> None:
+    assert dict(module.named_parameters()).keys() == dict(other.named_parameters()).keys()
+    for (name, a), b in zip(module.named_parameters(), other.parameters(), strict=True):
+        np.testing.assert_allclose(a.detach(), b.detach(), **{"rtol": 1e-5, "atol": 1e-7, **tolerance}, err_msg=name)
+
+
+def _going_on(state: op.State, module: Any, other: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Check that a state goes on as an optimizer of PyTorch does."""
+    for seed in range(100, 103):
+        _gradients(module, seed)
+        _gradients(other, seed)
+        state, module = op.update_(state, module)
+        optimizer.step()
+    _same(module, other)
+
+
+# Lightning ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def lightning_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
+    """A checkpoint that Lightning has written, the module and the optimizer."""
+    import warnings
+
+    import lightning.pytorch as lightning
+
+    class Lit(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = _net()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.1)
+
+        def training_step(self, batch: Any, at: int) -> torch.Tensor:
+            return self.net(batch[0]).square().mean()
+
+    module = Lit()
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(12, 4)), batch_size=4)
+    quiet: dict[str, Any] = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = lightning.Trainer(accelerator="cpu", max_epochs=2, **quiet)
+        trainer.fit(module, data)
+        file = tmp_path_factory.mktemp("lightning") / "last.ckpt"
+        trainer.save_checkpoint(file)
+    return file, module, trainer.optimizers[0]
+
+
+def test_a_checkpoint_of_lightning_goes_on(lightning_run: tuple[Path, Any, Any]) -> None:
+    file, module, optimizer = lightning_run
+    mine = copy.deepcopy(module)
+    state = from_checkpoint(file, mine)
+    assert (state.step, {leaf.step for leaf in state.leaves()}) == (6, {6})
+    other = copy.deepcopy(module)
+    theirs = torch.optim.AdamW(other.parameters())
+    theirs.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    _going_on(state, mine, other, theirs)
+
+
+def test_a_checkpoint_of_lightning_is_converted_and_loads_into_the_module(
+    lightning_run: tuple[Path, Any, Any], tmp_path: Path
+) -> None:
+    file, module, _ = lightning_run
+    names = [name for name, _ in module.named_parameters()]
+    # Its buffers are arrays too, so the names of the parameters are needed.
+    with pytest.raises(StateError, match=r"the state dict has 6 parameters, and the module 8.*names"):
+        convert(file, tmp_path / "run.safetensors")
+    assert not [*tmp_path.iterdir()]
+    said = convert(file, tmp_path / "run.safetensors", names=names)
+    assert said.startswith("State(step=6, 6 parameters")
+    fresh = copy.deepcopy(module)
+    for parameter in fresh.parameters():
+        nn.init.zeros_(parameter)
+    state, fresh, *_ = op.load(tmp_path / "run.safetensors", fresh)
+    assert state == from_checkpoint(file, module)
+    _same(fresh, module, rtol=0, atol=0)
+    assert torch.equal(fresh.net[1].running_mean, module.net[1].running_mean)
+
+
+# The Trainer of Transformers ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trainer_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
+    """The folder of a checkpoint of the Trainer, its model and its optimizer."""
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+    torch.manual_seed(0)
+    config = GPT2Config(
+        n_layer=2, n_embd=8, n_head=2, n_positions=16, vocab_size=11, bos_token_id=None, eos_token_id=None, pad_token_id=None
+    )
+    model = GPT2LMHeadModel(config)
+    rows = torch.randint(0, 11, (24, 8))
+    folder = tmp_path_factory.mktemp("trainer")
+    trainer = Trainer(
+        model,
+        TrainingArguments(
+            output_dir=str(folder),
+            max_steps=3,
+            per_device_train_batch_size=4,
+            learning_rate=1e-2,
+            lr_scheduler_type="constant",
+            weight_decay=0.1,
+            disable_tqdm=True,
+            report_to="none",
+            save_steps=3,
+            use_cpu=True,
+        ),
+        train_dataset=[{"input_ids": row, "labels": row} for row in rows],  # type: ignore[arg-type]  # a list will do
+    )
+    trainer.train()
+    assert trainer.optimizer is not None
+    return folder / "checkpoint-3", model, trainer.optimizer
+
+
+@pytest.mark.parametrize("inside", ["", "optimizer.pt"])
+def test_a_folder_of_the_trainer_goes_on(trainer_run: tuple[Path, Any, Any], inside: str) -> None:
+    folder, model, optimizer = trainer_run
+    mine, other = copy.deepcopy(model), copy.deepcopy(model)
+    state = from_checkpoint(folder / inside, mine)
+    assert state.step == 3
+    assert {leaf.step for leaf in state.leaves()} == {3}
+    assert mine.lm_head.weight is mine.transformer.wte.weight
+    decays = {str(leaf.path): leaf.rule.hyperparameters["weight_decay"] for leaf in state.leaves()}
+    assert (decays["transformer.wte.weight"], decays["transformer.h.0.ln_1.weight"]) == (0.1, 0.0)
+    named = dict(other.named_parameters())
+    groups = [[named[name] for name in trainer_names(other) if (decays[name] > 0) is decaying] for decaying in (True, False)]
+    theirs = torch.optim.AdamW([{"params": group} for group in groups])
+    theirs.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    _going_on(state, mine, other, theirs)
+
+
+def test_a_folder_of_the_trainer_is_converted(trainer_run: tuple[Path, Any, Any], tmp_path: Path) -> None:
+    folder, model, _ = trainer_run
+    assert main(["convert", str(folder), str(tmp_path / "run.safetensors")]) == 0
+    fresh = copy.deepcopy(model)
+    for parameter in fresh.parameters():
+        nn.init.zeros_(parameter)
+    state, fresh, *_ = op.load(tmp_path / "run.safetensors", fresh)
+    assert state == from_checkpoint(folder, model)
+    _same(fresh, model, rtol=0, atol=0)
+    assert list(leaf(state, "transformer.wte.weight").ties) == [op.Path("lm_head.weight")]
+    # And its values alone, for Transformers.
+    assert main(["convert", "--only", "model", str(tmp_path / "run.safetensors"), str(tmp_path / "model.safetensors")]) == 0
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    again = type(model).from_pretrained(tmp_path, local_files_only=True)
+    _same(again, model, rtol=0, atol=0)
+    assert "lm_head.weight" not in safetensors.torch.load_file(tmp_path / "model.safetensors")
+
+
+# Files of torch.save --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rule", "made"),
+    [
+        (op.AdamW(0.01, weight_decay=0.1), lambda params: torch.optim.AdamW(params)),
+        (op.SGD(0.01, momentum=0.9), lambda params: torch.optim.SGD(params, lr=1.0)),
+    ],
+    ids=["AdamW", "SGD"],
+)
+def test_a_state_becomes_an_optimizer_of_pytorch_and_comes_back(
+    rule: op.Rule, made: Callable[[Any], torch.optim.Optimizer], tmp_path: Path
+) -> None:
+    module = _net()
+    state = op.setup(rule, module)
+    for seed in range(3):
+        _gradients(module, seed)
+        state, module = op.update_(state, module)
+    file, out = tmp_path / "run.safetensors", tmp_path / "optimizer.pth"
+    op.save(file, state, module)
+    convert(file, out)
+    other = copy.deepcopy(module)
+    kept = torch.load(out, weights_only=True)
+    optimizer = made(other.parameters())
+    assert [name for group in kept["param_groups"] for name in group["param_names"]] == [
+        name for name, _ in other.named_parameters()
+    ]
+    optimizer.load_state_dict(kept)
+    convert(file, tmp_path / "values.pt", only="model")
+    values = torch.load(tmp_path / "values.pt", weights_only=True)
+    assert values.keys() == module.state_dict().keys()
+    other.load_state_dict(values)
+    convert(out, tmp_path / "back.safetensors", model=tmp_path / "values.pt")
+    back, mine, *_ = op.load(tmp_path / "back.safetensors", copy.deepcopy(module))
+    # Of momentum, PyTorch keeps no count.
+    assert {leaf.step for leaf in back.leaves()} == {1 if isinstance(rule, op.SGD) else 3}
+    for each in state.leaves():
+        for name, slot in each.slots.items():
+            assert torch.equal(leaf(back, str(each.path)).slots[name], slot)
+    _going_on(back, mine, other, optimizer)
+
+
+def test_ties_are_written_once_for_all_tools_and_at_each_place_for_pytorch(tmp_path: Path) -> None:
+    w = np.arange(6.0).reshape(3, 2)
+    model = {"embed": w, "head": w, "turned": w.T, "n": np.arange(3), "b": np.ones(2)}
+    op.save(tmp_path / "run.safetensors", op.setup(op.Adam(), model), model)
+    convert(tmp_path / "run.safetensors", tmp_path / "model.safetensors", only="model")
+    assert sorted(safetensors.torch.load_file(tmp_path / "model.safetensors")) == ["b", "embed", "n", "turned"]
+    convert(tmp_path / "run.safetensors", tmp_path / "model.pt", only="model")
+    values = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert sorted(values) == ["b", "embed", "head", "n", "turned"]
+    assert values["turned"].tolist() == w.T.tolist()
+    assert values["head"].data_ptr() == values["embed"].data_ptr()
+    convert(tmp_path / "model.pt", tmp_path / "again.safetensors")
+    assert read(tmp_path / "again.safetensors").document is None
+    fresh = np.zeros((3, 2))
+    tied = {"embed": fresh, "head": fresh, "turned": fresh.T, "n": np.zeros(3, int), "b": np.zeros(2)}
+    again = op.load(tmp_path / "again.safetensors", tied).model
+    assert (again["n"].tolist(), again["head"].tolist()) == ([0, 1, 2], w.tolist())
+
+
+def test_what_else_a_run_kept_goes_along(tmp_path: Path) -> None:
+    model = {"w": np.ones(2)}
+    op.save(tmp_path / "a.safetensors", op.setup(op.Adam(), model), model, extra={"epoch": 3})
+    convert(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    convert(tmp_path / "a.safetensors", tmp_path / "c.safetensors", only="state")
+    assert [op.load(tmp_path / f"{name}.safetensors").extra for name in "bc"] == [{"epoch": 3}] * 2
+    assert op.load(tmp_path / "c.safetensors").model is None
+
+
+class _Trap:
+    """What runs a command where it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.file,)
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol:UserWarning")
+def test_nothing_in_a_checkpoint_is_executed(tmp_path: Path) -> None:
+    trap = tmp_path / "sprung"
+    torch.save({"state_dict": {}, "optimizer_states": [_Trap(trap)]}, tmp_path / "a.ckpt")
+    (tmp_path / "b.pt").write_bytes(pickle.dumps(_Trap(trap)))
+    for name in ("a.ckpt", "b.pt"):
+        with pytest.raises(StateError, match=r"(?s)more than plain data and tensors, or is damaged, and nothing of it is executed"):
+            read_checkpoint(tmp_path / name)
+        with pytest.raises(StateError, match="nothing of it is executed"):
+            from_checkpoint(tmp_path / name, _net())
+    assert not trap.exists()
+
+
+def test_damaged_checkpoints_are_errors(tmp_path: Path) -> None:
+    module = _net()
+    optimizer = torch.optim.AdamW(module.parameters())
+    _gradients(module, 0)
+    optimizer.step()
+    file = tmp_path / "optimizer.pt"
+    torch.save(optimizer.state_dict(), file)
+    whole = file.read_bytes()
+    rng = np.random.default_rng(0)
+    refused = 0
+    for at in range(300):
+        damaged = bytearray(whole)
+        if at % 2:
+            damaged = damaged[: rng.integers(len(whole))]
+        else:
+            start = int(rng.integers(len(whole)))
+            damaged[start : start + 8] = rng.bytes(8)
+        file.write_bytes(damaged)
+        try:
+            from_checkpoint(file, module)
+        except op.errors.OptimiserError:
+            refused += 1
+    assert refused > 150
+
+
+@pytest.mark.parametrize(
+    ("held", "message"),
+    [
+        ([1, 2], "holds a list, and no state dict"),
+        ({"epoch": 1, "lr": 2}, "holds no optimizer; in it there is 'epoch', 'lr'"),
+        ({"optimizer_states": []}, "holds no optimizer"),
+        ({"optimizer_states": [{"state": {}, "param_groups": []}] * 2}, "holds 2 optimizers, and number 2 is none of them"),
+    ],
+)
+def test_files_without_an_optimizer_are_errors(held: Any, message: str, tmp_path: Path) -> None:
+    torch.save(held, tmp_path / "a.pt")
+    with pytest.raises(StateError, match=message):
+        optimizer_in(tmp_path / "a.pt", which=2)
+
+
+def test_what_cannot_be_converted_is_an_error_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    module = _net()
+    optimizer = torch.optim.AdamW(module.parameters())
+    _gradients(module, 0)
+    optimizer.step()
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    safetensors.torch.save_file(dict(module.named_parameters()), tmp_path / "model.safetensors")
+    op.save(tmp_path / "lion.safetensors", op.setup(op.AdaBelief(), module), module)
+    op.save(tmp_path / "alone.safetensors", op.setup(op.Adam(), module))
+    before = sorted(tmp_path.iterdir())
+
+    def fails(*arguments: str) -> str:
+        assert main(["convert", *(each if each.startswith("-") else str(tmp_path / each) for each in arguments)]) == 1
+        return capsys.readouterr().err
+
+    assert "an optimizer alone; give a file with the values of its model, too (--model)" in fails("optimizer.pt", "a.safetensors")
+    assert "does not tell their order" in fails("optimizer.pt", "a.safetensors", "--model", "model.safetensors")
+    assert "the ending of a name tells" in fails("lion.safetensors", "a.txt")
+    assert "no optimiser of PyTorch steps as" in fails("lion.safetensors", "a.pt")
+    assert "the file has none" in fails("alone.safetensors", "a.pt")
+    assert "holds no values of a model" in fails("alone.safetensors", "a.pt", "--only=model")
+    assert "holds no state" in fails("model.safetensors", "a.pt", "--only=state")
+    assert "No such file" in fails("nowhere.pt", "a.safetensors")
+    assert "No such file" in fails("optimizer.pt", "a.safetensors", "--names", "nowhere")
+    (tmp_path / "folder").mkdir()
+    assert "holds no optimizer.pt" in _error(lambda: from_checkpoint(tmp_path / "folder", module))
+    (tmp_path / "folder").rmdir()
+    assert sorted(tmp_path.iterdir()) == before
+    names = tmp_path / "names"
+    names.write_text("\n".join(name for name, _ in module.named_parameters()))
+    arguments = ["optimizer.pt", "a.safetensors", "--model", "model.safetensors", "--names", "names"]
+    assert main(["convert", *(each if each.startswith("-") else str(tmp_path / each) for each in arguments)]) == 0
+    state = op.load(tmp_path / "a.safetensors", module).state
+    assert {leaf.step for leaf in state.leaves()} == {1}
+
+
+def _error(call: Callable[[], Any]) -> str:
+    with pytest.raises(StateError) as raised:
+        call()
+    return str(raised.value)
