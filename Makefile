@@ -4,7 +4,9 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
 
-.PHONY: demo test lint types unit coverage clean
+BROWSERS := chromium chromium-browser google-chrome google-chrome-stable
+
+.PHONY: demo test lint types unit coverage browser clean
 
 demo: $(VENV)/demo.stamp
 	$(RUN)/optimisers demo
@@ -18,7 +20,7 @@ lint: $(VENV)/test.stamp
 types: $(VENV)/test.stamp
 	$(RUN)/pyright
 
-unit: $(VENV)/test.stamp
+unit: $(VENV)/test.stamp browser
 	OPENBLAS_NUM_THREADS=1 $(RUN)/pytest -n 2 --cov --cov-report=term
 
 $(VENV)/bin/pip:
@@ -32,6 +34,15 @@ $(VENV)/demo.stamp: pyproject.toml | $(VENV)/bin/pip
 $(VENV)/test.stamp: pyproject.toml $(VENV)/demo.stamp
 	$(RUN)/pip install --quiet --group test
 	touch $@
+
+# What a notebook shows is tested in a real browser.
+browser:
+	@for name in $(BROWSERS); do command -v $$name > /dev/null && exit 0; done; \
+	if [ "$$(id -u)" != 0 ]; then as=sudo; fi; \
+	if command -v apt-get > /dev/null && command -v $${as:-env} > /dev/null; then \
+		$$as apt-get update -qq && $$as env DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends chromium && exit 0; \
+	fi; \
+	echo "the tests need a browser: install Chromium or Chrome, so that one of these is on the PATH: $(BROWSERS)" >&2; exit 1
 
 clean:
 	rm -rf $(VENV) .coverage* .hypothesis .pytest_cache .ruff_cache

@@ -11,6 +11,8 @@ import pytest
 
 import optimisers as op
 
+pytest_plugins = ["tests.browser"]
+
 # Before JAX is imported.
 os.environ.setdefault("JAX_ENABLE_X64", "1")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")

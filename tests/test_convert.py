@@ -39,10 +39,10 @@ def _gradients(module: nn.Module, seed: int) -> None:
         parameter.grad = torch.randn(parameter.shape, generator=generator)
 
 
-def _same(module: nn.Module, other: nn.Module, **tolerance: float) -> None:
+def _same(module: nn.Module, other: nn.Module, rtol: float = 1e-5, atol: float = 1e-7) -> None:
     assert dict(module.named_parameters()).keys() == dict(other.named_parameters()).keys()
     for (name, a), b in zip(module.named_parameters(), other.parameters(), strict=True):
-        np.testing.assert_allclose(a.detach(), b.detach(), **{"rtol": 1e-5, "atol": 1e-7, **tolerance}, err_msg=name)
+        np.testing.assert_allclose(a.detach(), b.detach(), rtol=rtol, atol=atol, err_msg=name)
 
 
 def _going_on(state: op.State, module: Any, other: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -148,7 +148,7 @@ def trainer_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, An
             save_steps=3,
             use_cpu=True,
         ),
-        train_dataset=[{"input_ids": row, "labels": row} for row in rows],  # type: ignore[arg-type]  # a list will do
+        train_dataset=[{"input_ids": row, "labels": row} for row in rows],
     )
     trainer.train()
     assert trainer.optimizer is not None
@@ -356,7 +356,7 @@ def test_what_cannot_be_converted_is_an_error_and_writes_nothing(tmp_path: Path,
     names.write_text("\n".join(name for name, _ in module.named_parameters()))
     arguments = ["optimizer.pt", "a.safetensors", "--model", "model.safetensors", "--names", "names"]
     assert main(["convert", *(each if each.startswith("-") else str(tmp_path / each) for each in arguments)]) == 0
-    state = op.load(tmp_path / "a.safetensors", module).state
+    state = op.load(tmp_path / "a.safetensors", module, strict=False).state
     assert {leaf.step for leaf in state.leaves()} == {1}
 
 

@@ -668,6 +668,14 @@ def test_a_later_schema_is_an_error(file: Path) -> None:
         op.load(file)
 
 
+def test_of_a_file_only_other_dtypes_count_as_converted(backend: Backend, file: Path) -> None:
+    model = {"a": backend.array([1.0]), "b": backend.array([1.0])}
+    op.save(file, op.setup(op.Adam(), model), model)
+    assert op.load(file, model).report.converted == {}
+    cast = {"a": backend.array([1.0]), "b": backend.array([1.0], "float32")}
+    assert op.load(file, cast, strict=False).report.converted == {op.Path("b"): ("float64", "float32")}
+
+
 def test_a_file_of_the_first_schema_loads(file: Path) -> None:
     table = np.zeros((4, 3), np.float32)
     model = {"embed": table, "head": {"weight": table.T, "bias": np.zeros(4)}, "trunk": np.zeros(2), "seen": np.zeros(3, int)}

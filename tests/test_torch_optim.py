@@ -474,6 +474,18 @@ def test_frozen_rows_stay() -> None:
     assert leaf(optimizer.op_state, "embed.weight").frozen_rows == ((2, 3),)
 
 
+def test_a_plan_that_returns_the_state_of_another_model_is_refused_and_changes_nothing() -> None:
+    model = _net()
+    optimizer = Optimizer(model, op.Adam())
+    before = optimizer.op_state
+    model.append(nn.Linear(5, 2))
+    with pytest.raises(StateError, match=r"the state that came out is of other parameters; make a new optimizer of it"):
+        optimizer.follow(lambda state: op.adapt(state, model)[0])
+    assert optimizer.op_state is before
+    later = Optimizer(model, op.adapt(before, model)[0])
+    assert len(later.op_state) == len(before) + 2
+
+
 def test_requires_grad_follows_where_that_is_asked_for() -> None:
     model = _language()
     optimizer = Optimizer(model, op.Adam(), frozen="trunk", sync_requires_grad=True)

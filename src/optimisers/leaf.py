@@ -1,5 +1,6 @@
 """What a state holds for one parameter."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from optimisers.model.paths import Path
 from optimisers.rules.base import Rule
 from optimisers.rules.numbers import split
 
-__all__ = ["Leaf", "line_of", "same_leaf", "same_value", "size_of"]
+__all__ = ["Leaf", "bytes_of", "letter_of", "line_of", "same_leaf", "same_value", "size_of"]
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,12 @@ class Leaf:
     @property
     def nbytes(self) -> int:
         """The bytes of its slots."""
-        return sum(int(np.prod(slot.shape, dtype=np.int64)) * (itemsize_of(dtype_name(slot)) or 0) for slot in self.slots.values())
+        return sum(map(bytes_of, self.slots.values()))
+
+
+def bytes_of(slot: Any) -> int:
+    """The bytes of a slot, wherever its parts lie."""
+    return math.prod(slot.shape) * (itemsize_of(dtype_name(slot)) or 0)
 
 
 def line_of(leaf: Leaf, many: bool) -> tuple[str, ...]:
@@ -72,6 +78,15 @@ def size_of(nbytes: float) -> str:
             return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     raise AssertionError
+
+
+def letter_of(at: int) -> str:
+    """What stands for the rule of this number: A, B, …, Z, AA, AB, …
+
+    >>> letter_of(0), letter_of(27)
+    ('A', 'AB')
+    """
+    return (letter_of(at // 26 - 1) if at >= 26 else "") + chr(ord("A") + at % 26)
 
 
 def same_leaf(a: Leaf, b: Leaf) -> bool:

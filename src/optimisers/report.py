@@ -4,7 +4,7 @@ import io
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from optimisers.leaf import Leaf, size_of
+from optimisers.leaf import Leaf, letter_of, size_of
 from optimisers.rules.base import Rule, member_names
 from optimisers.state import State, check_state
 
@@ -86,7 +86,7 @@ def summary(state: State) -> Summary:
     asleep = f", {frozen:,} of them frozen" if frozen else ""
     columns = _Columns(state)
     texts = {rule.key: columns.text(rule) for rule in state.rules}
-    letters = {text: _letter(at) for at, text in enumerate(dict.fromkeys(texts[leaf.rule.key] for leaf in leaves))}
+    letters = {text: letter_of(at) for at, text in enumerate(dict.fromkeys(texts[leaf.rule.key] for leaf in leaves))}
     rows = tuple(_row(leaf, letters[texts[leaf.rule.key]], columns.cells(leaf.rule)) for leaf in leaves)
     headings = ("parameter", "shape", "dtype", "rule", *columns.names, "steps", "state", "notes")
     return Summary(
@@ -154,11 +154,6 @@ def _numbers(rule: Rule, step: Any) -> dict[tuple[str, str], str]:
 
 def _member(rule: Rule, name: str) -> Rule:
     return rule.members[member_names(rule.members).index(name)]
-
-
-def _letter(at: int) -> str:
-    """A, B, …, Z, AA, AB, …"""
-    return (_letter(at // 26 - 1) if at >= 26 else "") + chr(ord("A") + at % 26)
 
 
 def _row(leaf: Leaf, rule: str, numbers: list[str]) -> tuple[str, ...]:

@@ -550,6 +550,11 @@ class State:
         more = [f"  … and {len(leaves) - _LINES} more"] if len(leaves) > _LINES else []
         return "\n".join([repr(self), *body, *more, *([f"  {self.kept}"] if self.kept else [])])
 
+    def _repr_html_(self) -> str:
+        from optimisers.html_tree import tree
+
+        return tree(self.leaves(), f"State at step {self.step}", self.kept)
+
     @property
     def kept(self) -> str:
         """The numbers of `memory` in a line: `skipnonfinite: skipped=1`."""

@@ -300,7 +300,8 @@ class Adapting:
             self.kept.append(record.path)
         else:
             self.report["resized"][record.path] = shape, record.shape
-        was, now = ((each.library, each.dtype) for each in (old, record))
+        # In a file there is no array library.
+        was, now = (old.library if self.file_values is None else record.library, old.dtype), (record.library, record.dtype)
         if was != now:
             texts = (f"{was[0]} {was[1]}", f"{now[0]} {now[1]}") if was[0] != now[0] else (was[1], now[1])
             self.report["converted"][record.path] = texts

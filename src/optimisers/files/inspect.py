@@ -10,7 +10,7 @@ import numpy as np
 from optimisers.errors import PathError, StateError
 from optimisers.files.document import read, spelled
 from optimisers.files.tensors import Contents, write
-from optimisers.leaf import size_of
+from optimisers.leaf import letter_of, size_of
 from optimisers.model.paths import Path
 from optimisers.model.renaming import renamer
 from optimisers.report import Summary
@@ -96,7 +96,7 @@ def shown(found: Mapping[str, Any]) -> Summary:
     letters: dict[str, str] = {}
     rows = []
     for entry in found["parameters"]:
-        letter = letters.setdefault(entry["rule"], _letter(len(letters)))
+        letter = letters.setdefault(entry["rule"], letter_of(len(letters)))
         notes = ["frozen"] if entry["frozen"] else []
         notes += [f"{sum(stop - start for start, stop in entry['frozen_rows'])} rows frozen"] if entry["frozen_rows"] else []
         notes += [f"tied: {path}" for path in entry["ties"]] + [f"masked: {path}" for path in entry["masked"]]
@@ -109,10 +109,6 @@ def shown(found: Mapping[str, Any]) -> Summary:
     parts += [f"step {found['step']}", f"{size_of(totals['state bytes'])} of state"] if found["parameters"] else []
     parts.append(f"{size_of(totals['bytes'])} in all")
     return Summary(_HEADINGS, tuple(rows), tuple((letter, text) for text, letter in letters.items()), "; ".join(parts))
-
-
-def _letter(at: int) -> str:
-    return chr(ord("A") + at) if at < 26 else f"R{at}"
 
 
 # Two files ------------------------------------------------------------------------------------------------------------

@@ -144,7 +144,7 @@ class Optimizer(torch.optim.Optimizer):
         if objects and all(map(is_, chain.from_iterable(map(dict.values, registries)), objects)):
             return
         self._known = (), ()
-        remedy = "make a new Optimizer for the changed module"
+        remedy = "make a new one for the changed module: Optimizer(module, adapt(optimizer.op_state, module)[0])"
         leaves, structure = opened(self.module)
         found = dict(zip(structure.paths, leaves, strict=True))
         for path, tensor in self._tensors.items():
@@ -226,7 +226,10 @@ class Optimizer(torch.optim.Optimizer):
             kept.groups.show(self.param_groups, at, kept.state.step)
 
     def follow(self, plan: Callable[[State], State]) -> None:
-        """Freeze and thaw as a plan says, such as `Unfreezing`; call it before each step."""
+        """Freeze and thaw as a plan says, such as `Unfreezing`; call it before each step.
+
+        **Raises** `StateError` for a plan that returns the state of other parameters; `adapt` is for a new optimizer.
+        """
         self._change(plan)
 
     def reset(self, selector: "Selectable" = "**") -> None:
@@ -258,8 +261,12 @@ class Optimizer(torch.optim.Optimizer):
 
     def _change(self, change: Callable[[State], State]) -> None:
         before = self.op_state
-        self._inner.state = change(before)
-        pairs = zip(before.parameters, self._inner.state.parameters, strict=True)
+        after = change(before)
+        facts = [[(each.paths, each.shape, each.dtype) for each in state.parameters] for state in (before, after)]
+        if facts[0] != facts[1]:
+            raise StateError("the state that came out is of other parameters; make a new optimizer of it: Optimizer(module, state)")
+        self._inner.state = after
+        pairs = zip(before.parameters, after.parameters, strict=True)
         self._sync([at for at, (old, new) in enumerate(pairs) if old.frozen != new.frozen])
 
     def _sync(self, chosen: Iterable[int]) -> None:

@@ -113,7 +113,7 @@ class Opened:
             if library_of(alias) is None:
                 raise ModelError(
                     f"{self.structure.paths[place]} is tied to {parameter.path}, but the model holds {type(alias).__name__} there; "
-                    "put the array back, or make a state for the changed model"
+                    "put the array back, or call adapt(state, model) for the changed model"
                 )
             if not same_memory(array, alias, view) and not equal_values(view.apply(array), alias):
                 raise TieError(
@@ -164,8 +164,8 @@ def _find(layout: Layout, structure: Structure, leaves: list[Any]) -> _Places:
         path = structure.paths[place]
         if _trains(leaf) and structure.occurrences[place].trains and path not in layout.index and path not in layout.excluded:
             raise ModelError(
-                f"the model has a parameter at {_shown(path)} that the state does not know; make a state for the changed model, "
-                "or leave it out with setup(trainable=…)"
+                f"the model has a parameter at {_shown(path)} that the state does not know; call adapt(state, model) for the changed "
+                "model, or leave it out with setup(trainable=…)"
             )
     canonical = tuple(at[parameter.path] for parameter in layout.parameters)
     aliases = tuple((k, at[alias.path], alias.view) for k, parameter in enumerate(layout.parameters) for alias in parameter.aliases)
