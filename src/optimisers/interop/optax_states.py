@@ -1,4 +1,4 @@
-"""The state of an optimizer of Optax taken over in mid-training, with its moments and counts."""
+"""States of Optax taken over in mid-training, with their moments and counts, and states given back to Optax."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -17,9 +17,12 @@ from optimisers.rules.descent import SGD, Momentum, Nesterov
 from optimisers.rules.lion import Lion
 from optimisers.rules.program import Program
 from optimisers.setup import setup
-from optimisers.state import State
+from optimisers.state import State, check_state
 
-__all__ = ["state_from_optax"]
+__all__ = ["state_from_optax", "state_to_optax"]
+
+_FIELDS = ("mu", "nu", "trace")
+"""What Optax calls its moments."""
 
 # The rules whose slots are those of Optax, and what Optax calls them.
 _TRACE = {"velocity": "trace"}
@@ -32,6 +35,9 @@ _KNOWN: Mapping[type[Rule], Mapping[str, str]] = {
     Momentum: _TRACE,
     Nesterov: _TRACE,
 }
+
+
+# From Optax -----------------------------------------------------------------------------------------------------------
 
 
 class _Tree(NamedTuple):
@@ -61,7 +67,7 @@ def state_from_optax(opt_state: Any, model: Any, rule: RuleFor, *, step: int | N
 
     Example:
         >>> import jax.numpy as jnp, optax, optimisers as op
-        >>> from optimisers.interop.optax_import import state_from_optax
+        >>> from optimisers.interop.optax_states import state_from_optax
         >>> params = {"w": jnp.ones(2)}
         >>> optimizer = optax.adamw(1e-3)
         >>> updates, opt_state = optimizer.update({"w": jnp.ones(2)}, optimizer.init(params), params)
@@ -140,7 +146,7 @@ def _trees(node: Any) -> Iterator[_Tree]:
     count = _count(getattr(node, "count", None))
     for name in fields:
         value = getattr(node, name)
-        if name in ("mu", "nu", "trace"):
+        if name in _FIELDS:
             leaves, structure = opened(value)
             arrays = {path: leaf for path, leaf in zip(structure.paths, leaves, strict=True) if hasattr(leaf, "dtype")}
             yield _Tree(name, arrays, count)
@@ -165,3 +171,96 @@ def _count(value: Any) -> int | None:
     if callable(value) or value is None or getattr(value, "shape", ()) != ():
         return None
     return int(np.asarray(value))
+
+
+# To Optax -------------------------------------------------------------------------------------------------------------
+
+
+def state_to_optax(state: State, opt_state: Any) -> Any:
+    """Give a state back to Optax: its own fresh state, with the moments (copied) and counts of this one.
+
+    Of places that are tied Optax keeps moments for each, and gets the same for each.
+
+    **Arguments:**
+
+    - `state`: of rules whose slots are those of Adam, AdamW, SGD with momentum or Lion.
+    - `opt_state`: `optimizer.init(params)` of the optimizer that goes on, chained, masked or partitioned as it may be. It does not
+      change.
+
+    **Returns** a state of the structure of `opt_state`.
+
+    **Raises** `StateError` for moments that one of the two has alone, and for parameters with different counts where Optax keeps
+    one for all; `ShapeError` for moments of another shape. Each names the path.
+
+    Example:
+        >>> import jax.numpy as jnp, optax, optimisers as op
+        >>> from optimisers.interop.optax_states import state_to_optax
+        >>> params = {"w": jnp.ones(2)}
+        >>> state, params = op.update(op.setup(op.Adam(1e-3), params), params, {"w": jnp.ones(2)})
+        >>> adam, _ = state_to_optax(state, optax.adam(1e-3).init(params))
+        >>> int(adam.count), [round(float(each), 4) for each in adam.mu["w"]]
+        (1, [0.1, 0.1])
+    """
+    check_state(state, "state_to_optax")
+    moments: dict[tuple[str, Path], tuple[Any, int]] = {}
+    for record, leaf in zip(state.parameters, state.leaves(), strict=True):
+        names = _names(leaf.rule, record.path)
+        for name, slot in leaf.slots.items():
+            field = names[name.rpartition(".")[2]]
+            moments[field, record.path] = slot, int(leaf.step)
+            for alias in record.aliases:
+                moments[field, alias.path] = alias.view.apply(slot), int(leaf.step)
+    used: set[tuple[str, Path]] = set()
+    filled = _filled(opt_state, state, moments, used)
+    first = {record.path for record in state.parameters if not record.frozen}
+    for field, path in moments:
+        if path in first and (field, path) not in used:
+            raise StateError(f"{path}: the state has {field} for it, and that of Optax does not; take the same rule and parameters")
+    return filled
+
+
+def _filled(node: Any, state: State, moments: Mapping[tuple[str, Path], tuple[Any, int]], used: set[tuple[str, Path]]) -> Any:
+    """A state of Optax with other moments and counts."""
+
+    def inside(child: Any) -> Any:
+        return _filled(child, state, moments, used)
+
+    if isinstance(node, Mapping):
+        return type(node)((key, inside(child)) for key, child in node.items())
+    if not isinstance(node, (tuple, list)):
+        return node
+    fields = getattr(node, "_fields", None)
+    if fields is None:
+        return type(node)(map(inside, node))
+    new: dict[str, Any] = {name: inside(getattr(node, name)) for name in fields if name.startswith("inner")}
+    counts: dict[int, Path] = {}
+    for name in fields:
+        if name in _FIELDS:
+            new[name] = _with_moments(name, getattr(node, name), moments, counts)
+            used |= {(name, path) for path in opened(new[name])[1].paths}
+    if len(counts) > 1:
+        (one, first), (other, second) = list(counts.items())[:2]
+        raise StateError(f"{first} is at step {one} and {second} at step {other}, and Optax keeps one count for both")
+    count = getattr(node, "count", None)
+    if "count" in fields and _count(count) is not None:
+        # Without moments it is a schedule that counts.
+        moving = any(name in _FIELDS for name in fields)
+        new["count"] = converted(np.asarray(next(iter(counts), 0) if moving else int(state.step)), str(count.dtype), "jax", None)
+    named: Any = node
+    return named._replace(**new)
+
+
+def _with_moments(field: str, tree: Any, moments: Mapping[tuple[str, Path], tuple[Any, int]], counts: dict[int, Path]) -> Any:
+    """A tree of moments with those of a state; zeros where a parameter has not trained."""
+    leaves, structure = opened(tree)
+    new = []
+    for path, leaf in zip(structure.paths, leaves, strict=True):
+        if not hasattr(leaf, "dtype") or (field, path) not in moments:
+            new.append(leaf)
+            continue
+        slot, count = moments[field, path]
+        if tuple(slot.shape) != tuple(leaf.shape):
+            raise ShapeError(f"{path}: {field} has shape {tuple(slot.shape)}, and in the state of Optax {tuple(leaf.shape)}")
+        counts.setdefault(count, path)
+        new.append(converted(slot, str(leaf.dtype), "jax", None))
+    return structure.rebuild(tree, new)

@@ -1,4 +1,4 @@
-"""States of Optax taken over: training goes on with the same numbers."""
+"""States of Optax taken over and given back: training goes on with the same numbers."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ import pytest
 
 import optimisers as op
 from optimisers.errors import ShapeError, StateError
-from optimisers.interop.optax_import import state_from_optax
+from optimisers.interop.optax_states import state_from_optax, state_to_optax
 from optimisers.schedules import Linear
 from tests.conftest import leaf
 
@@ -91,3 +91,54 @@ def test_what_cannot_be_taken_over_is_named() -> None:
         state_from_optax(optax.chain(optax.adam(0.1), optax.lion(0.1)).init(params), params, op.Adam(0.1))
     with pytest.raises(StateError, match="b: the state of Optax has mu for it, and mu, nu are needed"):
         state_from_optax(optax.lion(0.1).init(params), params, op.Adam(0.1))
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("library", ["jax", "numpy"])
+def test_a_state_given_back_goes_on_with_the_same_numbers(name: str, library: str) -> None:
+    theirs, rule = CASES[name]
+    place = np.asarray if library == "numpy" else jnp.asarray
+    model: Any = jax.tree.map(place, _params())
+    state = op.setup(rule, model)
+    for at in range(3):
+        state, model = op.update(state, model, jax.tree.map(place, _grads(at)))
+    params: Any = jax.tree.map(jnp.asarray, model)
+    fresh = theirs.init(params)
+    opt_state = state_to_optax(state, fresh)
+    assert jax.tree.structure(opt_state) == jax.tree.structure(fresh)
+    assert jax.tree.map(lambda a: (a.shape, a.dtype), opt_state) == jax.tree.map(lambda a: (a.shape, a.dtype), fresh)
+    for at in range(3, 6):
+        updates, opt_state = theirs.update(_grads(at), opt_state, params)
+        params = optax.apply_updates(params, updates)
+        state, model = op.update(state, model, jax.tree.map(place, _grads(at)))
+    for key, array in params.items():
+        np.testing.assert_allclose(model[key], array, rtol=1e-6, atol=1e-7)
+
+
+def test_what_optax_cannot_hold_is_named() -> None:
+    params = _params()
+    state, params = op.update(op.setup(op.Adam(0.1), params), params, {"b": jnp.ones(2)})
+    with pytest.raises(StateError, match="b is at step 1 and w at step 0, and Optax keeps one count for both"):
+        state_to_optax(state, optax.adam(0.1).init(params))
+    parts = optax.partition({"a": optax.adam(0.1), "m": optax.adam(0.1)}, {"w": "a", "b": "m"})
+    assert [int(part.inner_state[0].count) for part in state_to_optax(state, parts.init(params)).inner_states.values()] == [0, 1]
+    with pytest.raises(StateError, match="b: the state has mu for it, and that of Optax does not"):
+        state_to_optax(state, optax.sgd(0.1, momentum=0.9).init(params))
+    with pytest.raises(ShapeError, match=r"w: mu has shape \(3, 2\), and in the state of Optax \(4, 2\)"):
+        state_to_optax(state.reset(), optax.adam(0.1).init({**params, "w": jnp.ones((4, 2))}))
+    with pytest.raises(StateError, match="b: RMSProp keeps nu"):
+        state_to_optax(op.setup(op.RMSProp(), params), optax.adam(0.1).init(params))
+
+
+def test_what_is_tied_and_what_is_frozen_goes_to_optax() -> None:
+    w = jnp.ones((3, 2))
+    model: Any = {"embed": w, "head": w, "b": jnp.ones(2)}
+    state = op.setup(op.Adam(0.1), model).freeze("b")
+    state, model = op.update(state, model, {"embed": jnp.ones((3, 2))})
+    masked = optax.masked(optax.adam(0.1), {"embed": True, "head": True, "b": False})
+    adam = state_to_optax(state, masked.init(model)).inner_state[0]
+    assert (int(adam.count), bool((adam.mu["head"] == adam.mu["embed"]).all()), round(float(adam.mu["embed"][0, 0]), 6)) == (
+        1,
+        True,
+        0.1,
+    )
