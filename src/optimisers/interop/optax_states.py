@@ -226,7 +226,8 @@ def _filled(node: Any, state: State, moments: Mapping[tuple[str, Path], tuple[An
         return _filled(child, state, moments, used)
 
     if isinstance(node, Mapping):
-        return type(node)((key, inside(child)) for key, child in node.items())
+        kind: Any = type(node)
+        return kind((key, inside(child)) for key, child in node.items())
     if not isinstance(node, (tuple, list)):
         return node
     fields = getattr(node, "_fields", None)
@@ -241,8 +242,8 @@ def _filled(node: Any, state: State, moments: Mapping[tuple[str, Path], tuple[An
     if len(counts) > 1:
         (one, first), (other, second) = list(counts.items())[:2]
         raise StateError(f"{first} is at step {one} and {second} at step {other}, and Optax keeps one count for both")
-    count = getattr(node, "count", None)
-    if "count" in fields and _count(count) is not None:
+    count: Any = getattr(node, "count", None)
+    if _count(count) is not None:
         # Without moments it is a schedule that counts.
         moving = any(name in _FIELDS for name in fields)
         new["count"] = converted(np.asarray(next(iter(counts), 0) if moving else int(state.step)), str(count.dtype), "jax", None)
