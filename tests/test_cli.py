@@ -16,6 +16,7 @@ import safetensors.numpy
 import optimisers as op
 from optimisers import cli, demo
 from optimisers.cli import main
+from optimisers.files import inspect
 
 
 def exits(*arguments: str) -> int:
@@ -300,6 +301,12 @@ def test_rename_writes_other_names_and_the_state_goes_on(
     assert exits("rename", files[0], out, "--map", "embed") == 2
     assert main(["rename", files[0], out, "--regex", "([=x"]) == 1
     assert "'([' is no regular expression" in capsys.readouterr().err
+
+
+def test_diff_counts_every_digit_of_integers(tmp_path: Path):
+    for name, value in (("a", 2**60), ("b", 2**60 + 1)):
+        safetensors.numpy.save_file({"n": np.array([value, 0])}, tmp_path / name)
+    assert inspect.diff(tmp_path / "a", tmp_path / "b")["moved"]["n"]["most"] == 1
 
 
 def test_check_compares_a_state_with_a_model(files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

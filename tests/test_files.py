@@ -559,7 +559,7 @@ def test_what_no_file_can_hold_is_named(file: Path) -> None:
             return False
 
     keyed = {Key(): np.ones(2)}
-    with pytest.raises(StateError, match="a key of this path is no string, number or literal, so no file can name it"):
+    with pytest.raises(StateError, match="a key of this path is no text, number or literal, so no file can name it"):
         op.save(file, op.setup(op.Adam(), keyed))
     assert file.read_bytes() == before
 
@@ -659,6 +659,29 @@ def test_documents_that_describe_no_state_are_errors(file: Path) -> None:
         assert loaded is not None
         assert len(loaded) <= 2
     assert refused > 1_000
+
+
+def test_names_that_are_no_text_are_errors(file: Path) -> None:
+    model = {"a\ud800": np.ones(2)}
+    with pytest.raises(StateError, match="'a.ud800': a key of this path is no text"):
+        op.save(file, op.setup(op.Adam(), model), model)
+
+
+def test_a_folder_is_no_file(file: Path) -> None:
+    with pytest.raises(IsADirectoryError, match="Is a directory"):
+        op.load(file.parent)
+
+
+def test_metadata_that_are_null_are_none(file: Path) -> None:
+    header = json.dumps({"__metadata__": None, "a": {"dtype": "F64", "shape": [1], "data_offsets": [0, 8]}}).encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header + np.ones(1).tobytes())
+    assert op.load(file).model == {"a": np.ones(1)}
+
+
+def test_long_names_of_files_can_be_written(file: Path) -> None:
+    long = file.with_name("x" * 255)
+    op.save(long, op.setup(op.Adam(), {"a": np.ones(2)}))
+    assert op.load(long).state is not None
 
 
 def test_a_later_schema_is_an_error(file: Path) -> None:

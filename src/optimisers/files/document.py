@@ -127,11 +127,12 @@ def spelled(path: Path) -> str:
     # The one name that safetensors keeps for itself.
     text = str(path) if path != ("__metadata__",) else path.quoted
     try:
+        text.encode()
         same = Path(text) == path
-    except OptimiserError:
+    except (OptimiserError, UnicodeEncodeError):
         same = False
     if not same:
-        raise StateError(f"{text}: a key of this path is no string, number or literal, so no file can name it")
+        raise StateError(f"{text!a}: a key of this path is no text, number or literal, so no file can name it")
     return text
 
 

@@ -152,12 +152,16 @@ def _bits(array: np.ndarray) -> np.ndarray:
 
 
 def _distance(old: np.ndarray, new: np.ndarray) -> dict[str, float | None]:
-    wide = np.complex128 if old.dtype.kind == "c" else np.float64
+    # Of integers every digit counts.
+    wide = np.complex128 if old.dtype.kind == "c" else np.longdouble if old.dtype.kind in "iu" else np.float64
     a, b = old.astype(wide).reshape(-1), new.astype(wide).reshape(-1)
     with np.errstate(all="ignore"):
-        length = float(np.linalg.norm(a))
-        change = b - a
-        return {"most": float(np.abs(change).max()), "relative": float(np.linalg.norm(change)) / length if length else None}
+        length, change = _norm(a), b - a
+        return {"most": float(np.abs(change).max()), "relative": _norm(change) / length if length else None}
+
+
+def _norm(array: np.ndarray) -> float:
+    return float(np.sqrt(np.sum(np.square(np.abs(array)))))
 
 
 def misfits(file: "str | os.PathLike[str]", model: "str | os.PathLike[str]") -> list[str]:

@@ -154,7 +154,7 @@ def read(file: "str | os.PathLike[str]", *, verify: bool = True) -> Contents:
     one that cannot be read.
     """
     header, start = _header(file)
-    metadata = header.pop("__metadata__", {})
+    metadata = header.pop("__metadata__", None) or {}
     whole = np.asarray(np.memmap(file, np.uint8, mode="c"))
     arrays = {name: _view(file, name, entry, whole[start:]) for name, entry in header.items()}
     if _KEY not in metadata and _SUM not in metadata:
@@ -176,9 +176,7 @@ def _header(file: "str | os.PathLike[str]") -> tuple[dict[str, Any], int]:
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(file, framework="np"):
-            pass
-        with open(file, "rb") as opened:
+        with open(file, "rb") as opened, safe_open(file, framework="np"):
             size = struct.unpack("<Q", opened.read(8))[0]
             return json.loads(opened.read(size)), 8 + size
     except SafetensorError as error:
