@@ -12,6 +12,8 @@ from optimisers.model import select
 from optimisers.model.layout import Parameter
 from optimisers.model.nodes import register
 from optimisers.model.paths import Path
+from optimisers.monitoring.monitor import Monitor
+from optimisers.monitoring.recording import Recording
 from optimisers.report import summary
 from optimisers.rules.adam import Adam, AdamW, AMSGrad
 from optimisers.rules.adam_variants import AdaBelief, AdaMax, Adan, NAdam, OAdam, RAdam
@@ -72,6 +74,7 @@ __all__ = [
     "Lookahead",
     "MixedPrecision",
     "Momentum",
+    "Monitor",
     "Muon",
     "NAdam",
     "Nesterov",
@@ -81,6 +84,7 @@ __all__ = [
     "Prodigy",
     "RAdam",
     "RMSProp",
+    "Recording",
     "Rprop",
     "Rule",
     "ScheduleFree",

@@ -20,7 +20,7 @@ from optimisers.rules.base import Rule, member_names
 from optimisers.rules.numbers import Parts
 from optimisers.rules.program import Program, program_of
 
-__all__ = ["State", "check_state", "new_state"]
+__all__ = ["State", "check_state", "check_whole", "new_state"]
 
 Slots = tuple[tuple[Any, ...] | None, ...]
 _LINES = 24
@@ -84,7 +84,7 @@ class State:
         self.memory = memory
         # Places that were untied: the model still holds the shared array there, and the next step gives them one of their own.
         self.detached = detached
-        # Whether update_ has written into the slots, so that they no longer go with the counts.
+        # Whether update_ has written into the slots, or was interrupted, so that they no longer go with the counts.
         self.spent = False
         # Whether JAX put it together of leaves, which then come out as they are.
         self.from_leaves = False
@@ -431,8 +431,7 @@ class State:
 
         None of them is unused, and no counter is shared by frozen and live parameters.
         """
-        if self.spent:
-            raise StateError("update_ has written into the slots of this state; use the state that it returned")
+        check_whole(self)
         rules = self.rules if rules is None else rules
         counters = self.counters if counters is None else counters
         groups: dict[int, int] = {}
@@ -597,6 +596,18 @@ def check_state(value: Any, caller: str) -> None:
     if not isinstance(value, State):
         raise ModelError(
             f"{caller} takes a State, as setup makes one, and not {type(value).__name__}; mind the order of the arguments"
+        )
+
+
+def check_whole(state: State, where: str = "") -> None:
+    """Check that the slots of a state still go with its counts.
+
+    **Raises** `StateError`.
+    """
+    if state.spent:
+        raise StateError(
+            f"{where}update_ has written into the slots of this state; use the state that it returned, or a saved one if it was "
+            "interrupted"
         )
 
 

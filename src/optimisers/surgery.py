@@ -18,7 +18,7 @@ from optimisers.model.torch_nodes import is_idle
 from optimisers.rules.base import Rule, is_traced
 from optimisers.rules.numbers import join, split
 from optimisers.rules.program import program_of
-from optimisers.state import State, check_state
+from optimisers.state import State, check_state, check_whole
 
 __all__ = ["Adapted", "Adapting", "adapt", "compose"]
 
@@ -134,8 +134,7 @@ def adapt(
         {'body.trunk': 1, 'head': 0}
     """
     check_state(state, "adapt")
-    if state.spent:
-        raise StateError("update_ has written into the slots of this state; use the state that it returned")
+    check_whole(state)
     return Adapting(state, model, rename, resize, rule).done()
 
 
@@ -495,8 +494,7 @@ def compose(states: Mapping[Any, State], *, step: int | None = None) -> State:
     counters: list[Any] = []
     parameters, slots, seen = [], [], set[int]()
     for name, state in parts.items():
-        if state.spent:
-            raise StateError(f"{name}: update_ has written into the slots of this state; use the state that it returned")
+        check_whole(state, f"{name}: ")
         above = (dict,) * len(name)
         for record, own in zip(state.parameters, state.slots, strict=True):
             parameters.append(

@@ -1,12 +1,12 @@
 """The way of a step: open the model, gather gradients, run each batch in its backend, put the arrays back."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from optimisers.backends.base import check_parameter
 from optimisers.backends.overlap import untangle
 from optimisers.decisions import Job, decide
-from optimisers.errors import StateError, TieError
+from optimisers.errors import TieError
 from optimisers.gradients import gather
 from optimisers.model.reading import Opened, open_with
 from optimisers.model.slots import copied
@@ -14,9 +14,9 @@ from optimisers.model.ties import same_memory
 from optimisers.model.torch_nodes import standing_as
 from optimisers.plan import counted, plan_for
 from optimisers.rules.base import is_traced
-from optimisers.state import State, check_state
+from optimisers.state import State, check_state, check_whole
 
-__all__ = ["update", "update_"]
+__all__ = ["step", "update", "update_"]
 
 
 def update(state: State, model: Any, grads: Any = None) -> tuple[State, Any]:
@@ -43,7 +43,7 @@ def update(state: State, model: Any, grads: Any = None) -> tuple[State, Any]:
         >>> model["w"], state.step
         (array([0.9, 1. ]), 1)
     """
-    return _step(state, model, grads, in_place=False)
+    return step(state, model, grads, in_place=False)
 
 
 def update_(state: State, model: Any, grads: Any = None) -> tuple[State, Any]:
@@ -60,13 +60,13 @@ def update_(state: State, model: Any, grads: Any = None) -> tuple[State, Any]:
         >>> same is model, model["w"]
         (True, array([0.9, 1. ]))
     """
-    return _step(state, model, grads, in_place=True)
+    return step(state, model, grads, in_place=True)
 
 
-def _step(state: State, model: Any, grads: Any, *, in_place: bool) -> tuple[State, Any]:
+def step(state: State, model: Any, grads: Any, *, in_place: bool, watch: Callable[..., None] | None = None) -> tuple[State, Any]:
+    """Take one step; `watch(jobs, arrays, gradients)` is called when all is decided and nothing is written."""
     check_state(state, "update")
-    if state.spent:
-        raise StateError("update_ has written into the slots of this state; use the state that it returned")
+    check_whole(state)
     view = open_with(state.layout, model)
     gradients = gather(grads, state.layout, view)
     plan = plan_for(state.layout, gradients)
@@ -84,6 +84,10 @@ def _step(state: State, model: Any, grads: Any, *, in_place: bool) -> tuple[Stat
     if in_place:
         untangle([job.batch for job in jobs])
     memory = decide(jobs, state)
+    if watch is not None:
+        watch(jobs, arrays, gradients)
+    # What is interrupted from here on has written some of it.
+    given.spent = in_place
     slots, wrote = state.slots, []
     for job in jobs:
         params, new_slots = job.part.backend.run(job.batch, job.length, step=job.open)
@@ -92,13 +96,13 @@ def _step(state: State, model: Any, grads: Any, *, in_place: bool) -> tuple[Stat
         wrote.append(new_slots is job.slots and bool(job.batch.slot_dtypes))
         if new_slots is not job.slots:
             slots = _replaced(slots, job.part.members, new_slots)
-    layout, counters, step = counted(state, plan, [job.open and job.passed for job in jobs])
+    layout, counters, count = counted(state, plan, [job.open and job.passed for job in jobs])
     addresses = state.addresses if slots is state.slots else None
     # What is left of the old state is its counts, which no longer go with its slots.
     given.spent = in_place and any(wrote)
     # What is static in a traced step stays, or it would be compiled twice.
     detached = frozenset(path for path in state.detached if is_traced(arrays[layout.index[path]]))
-    new_state = State(layout, state.rules, counters, step, slots, memory, detached, addresses)
+    new_state = State(layout, state.rules, counters, count, slots, memory, detached, addresses)
     # An alias of its own is put back into line even where the parameter was written in place.
     if in_place and view.aliases:
         changed |= {

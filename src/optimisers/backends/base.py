@@ -57,6 +57,9 @@ class Batch:
     gates: list[tuple[int, Any]] = field(default_factory=list)
     """Members whose gate is known only when the traced program runs, each with the scalar that opens it."""
     prepared: Any = None
+    watched: Any = None
+    """Where `run` is to add up on its way, for each parameter, the squares of the gradient, of the step and of the parameter before
+    it: an array of three rows, which a backend makes when it is asked to watch and can."""
 
     @property
     def rows(self) -> int:
@@ -128,7 +131,7 @@ def check(batch: Batch) -> None:
 
 def check_parameter(path: Any, shape: tuple[int, ...], dtype: str, library: str, param: Any, device: Any = None) -> None:
     """Check that a model still holds the parameter that the state knows."""
-    remedy = "make a state for the changed model"
+    remedy = "call adapt(state, model) for the changed model"
     found = library_of(param)
     if found is None:
         raise ModelError(f"{_at(path)}: the state has a parameter here, but the model holds {_kind(param)}; {remedy}")

@@ -20,6 +20,7 @@ from optimisers.backends.array_api import Prepared, derive, element_ranges, fini
 from optimisers.backends.arrays import real_dtype
 from optimisers.backends.base import Batch, check
 from optimisers.backends.loops import DTYPES, compile_at_once, loop, pointer
+from optimisers.backends.watching import watched
 from optimisers.rules.program import Program
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "run_in_one_pass",
     "sums",
     "sums_in_one_pass",
+    "watch",
     "work_of",
     "zeros",
 ]
@@ -209,7 +211,20 @@ def run_in_one_pass(batch: Batch, length: int, *, step: bool) -> bool:
     if function is None:
         return False
     addresses, chunks, table = batch.prepared.addresses, work_of(batch).chunks, _table(batch, length)
-    _share(chunks, lambda first, last: function(addresses, table, chunks, first, last))
+    if not step or batch.watched is None:
+        _share(chunks, lambda first, last: function(addresses, table, chunks, first, last))
+        return True
+    parts = np.zeros((3, len(chunks)))
+    _share(chunks, watched(batch.dtype, function, addresses, table, chunks, parts))
+    batch.watched = np.array([np.bincount(chunks[:, 0], part, minlength=len(batch.params)) for part in parts])
+    return True
+
+
+def watch(batch: Batch, length: int) -> bool:
+    """Make the coming `run` of so many members add up `watched`; `False` when it cannot."""
+    if batch.prepared.addresses is None or _function(batch, length, "step") is None:
+        return False
+    batch.watched = np.zeros((3, len(batch.params)))
     return True
 
 

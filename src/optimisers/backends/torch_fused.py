@@ -10,10 +10,11 @@ from optimisers.backends import numba
 from optimisers.backends import torch as lists
 from optimisers.backends.array_api import derive
 from optimisers.backends.base import Batch
+from optimisers.backends.numba import watch
 from optimisers.backends.shards import reduced
 from optimisers.backends.torch import finish, reached, zeros
 
-__all__ = ["decide", "derive", "prepare", "reached", "row_by_row", "run", "sums", "zeros"]
+__all__ = ["decide", "derive", "prepare", "reached", "row_by_row", "run", "sums", "watch", "zeros"]
 
 row_by_row = False
 
@@ -57,4 +58,6 @@ def run(batch: Batch, length: int, *, step: bool) -> tuple[list[Any], list[tuple
         return batch.prepared.given
     if batch.prepared.addresses is None or not numba.run_in_one_pass(batch, length, step=step):
         return lists.run(batch, length, step=step)
+    if batch.watched is not None:
+        batch.watched = reduced(batch.watched, batch)
     return finish(batch, step=step)

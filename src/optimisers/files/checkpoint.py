@@ -20,7 +20,7 @@ from optimisers.model.ties import SAME, shape_through
 from optimisers.model.torch_nodes import is_parameter, without_shells
 from optimisers.model.trees import buffers_of, opened
 from optimisers.rules.base import Rule
-from optimisers.state import State, check_state
+from optimisers.state import State, check_state, check_whole
 from optimisers.surgery import Adapted, Adapting
 
 __all__ = ["Loaded", "load", "path_of", "save"]
@@ -75,8 +75,7 @@ def save(file: "str | os.PathLike[str]", state: State, model: Any = None, *, ext
         (True, True, {'epoch': 1})
     """
     check_state(state, "save")
-    if state.spent:
-        raise StateError("update_ has written into the slots of this state; use the state that it returned")
+    check_whole(state)
     document, arrays = described(state, extra)
     if model is not None:
         view = open_with(state.layout, model)

@@ -16,7 +16,7 @@ from optimisers.rules.base import Rule
 from optimisers.rules.program import program_of
 from optimisers.state import State
 
-__all__ = ["SCHEMA", "described", "extra_of", "paths_of", "read", "restored", "slot_name", "slot_names", "spelled"]
+__all__ = ["SCHEMA", "described", "extra_of", "paths_of", "read", "record_of", "restored", "slot_name", "slot_names", "spelled"]
 
 SCHEMA = 2
 _MIGRATIONS: Mapping[int, Callable[[dict[str, Any]], dict[str, Any]]] = {1: lambda document: {**document, "extra": None}}
@@ -196,7 +196,7 @@ def _restored(document: Mapping[str, Any], arrays: Mapping[str, Any], given: Any
     def number(value: Any) -> Any:
         return np.array(arrays[value["array"]]) if isinstance(value, Mapping) else value
 
-    parameters = [_record(entry) for entry in document["parameters"]]
+    parameters = [record_of(entry) for entry in document["parameters"]]
     first = {record.group: record for record in reversed(parameters)}
     rules = [
         rule_from_data(
@@ -227,7 +227,11 @@ def _restored(document: Mapping[str, Any], arrays: Mapping[str, Any], given: Any
     return state._next(parameters, slots, memory=memory)
 
 
-def _record(entry: Mapping[str, Any]) -> Parameter:
+def record_of(entry: Mapping[str, Any]) -> Parameter:
+    """The record of a parameter that a document describes.
+
+    **Raises** errors of several kinds for data that describe none.
+    """
     shape = tuple(map(int, entry["shape"]))
     aliases = []
     for path, steps in entry["ties"]:

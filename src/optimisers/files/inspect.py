@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from optimisers.errors import PathError, StateError
-from optimisers.files.document import read, spelled
+from optimisers.files.document import read, record_of, spelled
 from optimisers.files.tensors import Contents, write
 from optimisers.leaf import letter_of, size_of
 from optimisers.model.paths import Path
@@ -36,7 +36,7 @@ def contents_of(file: "str | os.PathLike[str]") -> dict[str, Any]:
     try:
         parameters = [_parameter(entry, contents) for entry in contents.document["parameters"]]
         document = {key: contents.document[key] for key in ("schema", "step", "memory")}
-    except (KeyError, IndexError, TypeError, ValueError) as error:
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:
         raise StateError(f"{file}: the document in it describes no state ({type(error).__name__}: {error})") from error
     for entry in parameters:
         for name in [entry["path"], *(f"{entry['path']}/{slot}" for slot in entry["slots"])]:
@@ -53,19 +53,20 @@ def contents_of(file: "str | os.PathLike[str]") -> dict[str, Any]:
 
 
 def _parameter(entry: Mapping[str, Any], contents: Contents) -> dict[str, Any]:
-    document, path = contents.document, entry["path"]
+    document, record = contents.document, record_of(entry)
+    path = spelled(record.path)
     slots = [slot for slot in entry["slots"] or () if slot is not None]
     return {
         "path": path,
-        "shape": list(entry["shape"]),
-        "dtype": entry["dtype"],
-        "library": entry["library"],
+        "shape": list(record.shape),
+        "dtype": record.dtype,
+        "library": str(entry["library"]),
         "rule": rule_text(document["rules"][entry["rule"]]),
         "step": document["counters"][entry["counter"]],
-        "frozen": bool(entry["frozen"]),
-        "frozen_rows": [list(run) for run in entry["frozen_rows"]],
-        "ties": [alias for alias, _ in entry["ties"]],
-        "masked": list(entry["masked"]),
+        "frozen": record.frozen,
+        "frozen_rows": list(map(list, record.frozen_rows)),
+        "ties": [spelled(alias.path) for alias in record.aliases],
+        "masked": sorted(map(spelled, record.masked)),
         "slots": slots,
         "bytes": sum(contents.arrays[f"{path}/{slot}"].nbytes for slot in slots),
     }

@@ -164,8 +164,8 @@ def _find(layout: Layout, structure: Structure, leaves: list[Any]) -> _Places:
         path = structure.paths[place]
         if _trains(leaf) and structure.occurrences[place].trains and path not in layout.index and path not in layout.excluded:
             raise ModelError(
-                f"the model has a parameter at {_shown(path)} that the state does not know; call adapt(state, model) for the changed "
-                "model, or leave it out with setup(trainable=…)"
+                f"the model has a parameter at {_shown(path)} that the state does not know; call adapt(state, model) for the "
+                "changed model, or leave it out with setup(trainable=…)"
             )
     canonical = tuple(at[parameter.path] for parameter in layout.parameters)
     aliases = tuple((k, at[alias.path], alias.view) for k, parameter in enumerate(layout.parameters) for alias in parameter.aliases)

@@ -1,0 +1,166 @@
+"""Heat maps of a recording: parameters by steps, as a picture (PNG, with Matplotlib) or a page (HTML, which needs nothing else)."""
+
+import contextlib
+import io
+import math
+import os
+import tempfile
+from pathlib import Path as File
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from optimisers.errors import StateError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from optimisers.monitoring.recording import Recording
+
+__all__ = ["Scale", "draw", "edges_of", "scale_of"]
+
+TITLES = {"grad_norm": "gradient norm", "update_ratio": "update / weight", "lr": "learning rate"}
+_FROZEN, _BROKEN, _COLOURS = "#b9bec7", "#ff1744", "viridis"
+_LABELS = 60
+_WIDTH = 1500
+_LONGEST = 48
+
+
+def draw(recording: "Recording", file: "str | os.PathLike[str]", quantity: str) -> None:
+    """Draw a quantity of a recording into a file; its ending tells how."""
+    ending = File(file).suffix.lower()
+    if ending == ".png":
+        content = _png(recording, quantity)
+    elif ending in (".html", ".htm"):
+        from optimisers.monitoring.page import page
+
+        content = page(recording, quantity).encode()
+    else:
+        raise StateError(f"{os.fspath(file)}: a heat map is drawn into a .png or an .html; give the file one of these endings")
+    _replace(File(file), content)
+
+
+def _replace(target: File, content: bytes) -> None:
+    """Write a file so that the old one is there until the new one is whole."""
+    handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
+    try:
+        with open(handle, "wb") as draft:
+            draft.write(content)
+        os.chmod(name, 0o666 & ~_umask())
+        os.replace(name, target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+# Scales ---------------------------------------------------------------------------------------------------------------
+
+
+class Scale(NamedTuple):
+    """How values become colours: between two numbers, by their logarithm or as they are."""
+
+    low: float
+    high: float
+    logarithmic: bool
+
+
+def scale_of(recording: "Recording", quantity: str) -> Scale:
+    """The scale of a quantity: logarithmic, but for learning rates that hardly differ. What is below it has its lowest colour."""
+    values = recording.values(quantity)
+    values = values[np.isfinite(values) & (values > 0)]
+    if not values.size:
+        return Scale(0.0, 1.0, False)
+    low, high = float(values.min()), float(values.max())
+    if quantity == "lr" and high < 100 * low:
+        return Scale(0.0, high, False)
+    low = max(low, high * 1e-10, np.finfo(np.float64).tiny)
+    return Scale(low, high, True) if low < high else Scale(high / math.sqrt(10), min(high * math.sqrt(10), 1e308), True)
+
+
+def edges_of(steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where the cell of each sample begins and ends: half-way to its neighbours, but not across a gap."""
+    if len(steps) == 1:
+        return steps - 0.5, steps + 0.5
+    gaps = np.diff(steps).astype(np.float64)
+    before, after = np.concatenate([gaps[:1], gaps]), np.concatenate([gaps, gaps[-1:]])
+    left = np.where(before > 2 * after, after, before) / 2
+    right = np.where(after > 2 * before, before, after) / 2
+    return steps - left, steps + right
+
+
+# A picture ------------------------------------------------------------------------------------------------------------
+
+
+def _png(recording: "Recording", quantity: str) -> bytes:
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("a heat map as PNG needs Matplotlib: pip install matplotlib; one as .html does not") from error
+    rows = len(recording.paths)
+    figure = Figure(figsize=(11, min(14.0, max(2.6, 1.7 + 0.19 * rows))), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    _cells(axes, recording, quantity)
+    _names(axes, recording.paths)
+    axes.set_xlabel("step")
+    axes.spines[:].set_visible(False)
+    axes.set_title(f"{TITLES[quantity]} by parameter and step", loc="left")
+    found = io.BytesIO()
+    figure.savefig(found, format="png", dpi=130)
+    return found.getvalue()
+
+
+def _cells(axes: "Axes", recording: "Recording", quantity: str) -> None:
+    from matplotlib import colormaps
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import LogNorm, Normalize, to_rgba
+    from matplotlib.patches import Patch
+
+    values, known, frozen = recording.values(quantity).T, recording.known(quantity).T, recording.frozen.T
+    broken = known & ~np.isfinite(values)
+    scale = scale_of(recording, quantity)
+    colours = ScalarMappable(LogNorm(scale.low, scale.high) if scale.logarithmic else Normalize(scale.low, scale.high), _COLOURS)
+    left, right = edges_of(recording.steps)
+    # An image with columns of equal width, whatever the steps between samples: a mesh of so many cells takes long.
+    middles = left[0] + (right[-1] - left[0]) * (np.arange(_WIDTH) + 0.5) / _WIDTH
+    sample = np.minimum(np.searchsorted(right, middles, side="right"), len(left) - 1)
+    image = np.zeros((len(values), _WIDTH, 4), np.uint8)
+    numbers = np.where(broken | ~known, scale.low, np.maximum(values, scale.low))
+    image[:] = np.asarray(colormaps[_COLOURS](colours.norm(numbers), bytes=True))[:, sample]
+    for where, colour in ((~known, "white"), (frozen & ~known, _FROZEN), (broken, _BROKEN)):
+        image[where[:, sample]] = np.multiply(to_rgba(colour), 255).astype(np.uint8)
+    image[:, middles < left[sample]] = 255
+    axes.imshow(image, extent=(left[0], right[-1], len(values) - 0.5, -0.5), aspect="auto", interpolation="nearest")
+    bar = axes.figure.colorbar(colours, ax=axes, pad=0.01, fraction=0.03, aspect=30)
+    bar.outline.set_visible(False)
+    # Markers have a size of their own, so that none is lost among thousands of rows.
+    rows, at = np.nonzero(broken)
+    axes.scatter(recording.steps[at], rows, s=5, marker="s", color=_BROKEN, linewidths=0, zorder=3)
+    legend = [(frozen, _FROZEN, _FROZEN, "frozen"), (broken, _BROKEN, _BROKEN, "NaN or infinite")]
+    legend.append((~(known | frozen), "white", "#999999", "nothing recorded"))
+    handles = [Patch(facecolor=face, edgecolor=edge, label=label) for where, face, edge, label in legend if where.any()]
+    if handles:
+        axes.legend(handles=handles, loc="lower right", bbox_to_anchor=(1, 1), ncols=3, frameon=False, borderaxespad=0.2)
+
+
+def _names(axes: "Axes", paths: tuple[str, ...]) -> None:
+    """The names of rows; of many, every so many-th."""
+    every = math.ceil(len(paths) / _LABELS)
+    labels = [_shortened(path or "(the model)") for path in paths[::every]]
+    axes.set_yticks(range(0, len(paths), every), labels, fontsize=7)
+    axes.tick_params(axis="y", length=2)
+    for label in axes.get_yticklabels():
+        label.set_parse_math(False)
+
+
+def _shortened(name: str) -> str:
+    half = _LONGEST // 2
+    return name if len(name) <= _LONGEST else f"{name[: half - 1]}…{name[-half:]}"
