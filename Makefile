@@ -3,10 +3,11 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
+COMPARE := .venv-compare
 
 BROWSERS := chromium chromium-browser google-chrome google-chrome-stable
 
-.PHONY: demo test lint types unit coverage browser clean
+.PHONY: demo test lint types unit coverage docs browser compare clean
 
 demo: $(VENV)/demo.stamp
 	$(RUN)/optimisers demo
@@ -35,6 +36,10 @@ $(VENV)/test.stamp: pyproject.toml $(VENV)/demo.stamp
 	$(RUN)/pip install --quiet --group test
 	touch $@
 
+# The site, in site/: read it with `python -m http.server -d site`. The tests build it as well.
+docs: $(VENV)/test.stamp
+	NO_MKDOCS_2_WARNING=1 $(RUN)/mkdocs build --strict --quiet
+
 # What a notebook shows is tested in a real browser.
 browser:
 	@for name in $(BROWSERS); do command -v $$name > /dev/null && exit 0; done; \
@@ -44,5 +49,15 @@ browser:
 	fi; \
 	echo "the tests need a browser: install Chromium or Chrome, so that one of these is on the PATH: $(BROWSERS)" >&2; exit 1
 
+# Other libraries, in an environment of their own.
+compare: $(COMPARE)/compare.stamp
+	$(COMPARE)/bin/python -m compare
+
+$(COMPARE)/compare.stamp: pyproject.toml compare/requirements.txt
+	$(PYTHON) -m venv $(COMPARE)
+	$(COMPARE)/bin/pip install --quiet --upgrade pip
+	$(COMPARE)/bin/pip install --quiet --requirement compare/requirements.txt --editable ".[numba]"
+	touch $@
+
 clean:
-	rm -rf $(VENV) .coverage* .hypothesis .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(COMPARE) .coverage* .hypothesis .pytest_cache .ruff_cache site

@@ -20,7 +20,7 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {"AccumGrad": {"n": 1}}
 
 @op.rule
 class SignMomentum(op.Rule):
-    """The rule of `docs/writing-a-rule.md`, as a user wrote it."""
+    """The rule of `docs/guides/writing-a-rule.md`, as a user wrote it."""
 
     lr: op.Hyper = 1e-3
     beta: op.Hyper = 0.9

@@ -88,9 +88,65 @@ def test_what_cannot_be_taken_over_is_named() -> None:
     with pytest.raises(ShapeError, match=r"w: mu has shape \(3, 2\) in the state, the parameter \(4, 2\)"):
         state_from_optax(opt_state, {**params, "w": jnp.ones((4, 2))}, op.Adam(0.1))
     with pytest.raises(StateError, match="b: the state of Optax has mu for it 2 times"):
-        state_from_optax(optax.chain(optax.adam(0.1), optax.lion(0.1)).init(params), params, op.Adam(0.1))
-    with pytest.raises(StateError, match="b: the state of Optax has mu for it, and mu, nu are needed"):
+        state_from_optax(optax.chain(optax.adam(0.1), optax.adam(0.1)).init(params), params, op.Adam(0.1))
+    with pytest.raises(StateError, match=r"b: the state of Optax has mu for it \(ScaleByLionState\), which no parameter takes"):
         state_from_optax(optax.lion(0.1).init(params), params, op.Adam(0.1))
+    with pytest.raises(StateError, match=r"state_from_optax\(step=-1\): a count of steps is a whole number"):
+        state_from_optax(opt_state, params, op.Adam(0.1), step=-1)
+
+
+@pytest.mark.parametrize(
+    "theirs",
+    [
+        optax.amsgrad(0.1),
+        optax.adabelief(0.1),
+        optax.rmsprop(0.1, momentum=0.9),
+        optax.lion(0.1),
+        optax.chain(optax.trace(0.9), optax.adam(0.1)),
+        optax.chain(optax.adam(0.1), optax.ema(0.9)),
+        optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(),
+    ],
+    ids=["amsgrad", "adabelief", "rmsprop", "lion", "trace", "ema", "accumulating"],
+)
+def test_moments_that_would_be_lost_are_an_error(theirs: optax.GradientTransformation) -> None:
+    params = _params()
+    _, opt_state = theirs.update(_grads(0), theirs.init(params), params)
+    with pytest.raises(StateError, match="the state of Optax"):
+        state_from_optax(opt_state, params, op.Adam(0.1))
+
+
+@pytest.mark.parametrize("given", [None, 3, (), _params(), {"count": 1, "mu": _params(), "nu": _params()}])
+def test_what_holds_no_moments_is_an_error(given: Any) -> None:
+    with pytest.raises(StateError, match="no moments were found in what is to be a state of Optax"):
+        state_from_optax(given, _params(), op.Adam(0.1))
+
+
+def test_a_state_of_another_model_is_an_error() -> None:
+    opt_state = optax.adam(0.1).init(_params())
+    with pytest.raises(StateError, match=r"b: the state of Optax has mu for it .* which no parameter takes; the model"):
+        state_from_optax(opt_state, {"params": _params()}, op.Adam(0.1))
+
+
+def test_the_state_inside_an_optimizer_of_nnx_goes_on() -> None:
+    from flax import nnx
+
+    theirs, mine = (nnx.Linear(3, 2, rngs=nnx.Rngs(0)) for _ in range(2))
+    optimizer = nnx.Optimizer(theirs, optax.adam(0.1), wrt=nnx.Param)
+
+    def grads(module: Any, at: int) -> Any:
+        return nnx.grad(lambda module: (module(jnp.ones((1, 3)) * at) ** 3).sum())(module)
+
+    for at in range(1, 4):
+        optimizer.update(theirs, grads(theirs, at))
+    nnx.update(mine, nnx.state(theirs))
+    state = state_from_optax(optimizer.opt_state, mine, op.Adam(0.1))
+    assert (state.step, {each.step for each in state.leaves()}) == (3, {3})
+    back = state_to_optax(state, nnx.Optimizer(mine, optax.adam(0.1), wrt=nnx.Param).opt_state)
+    assert jax.tree.structure(back) == jax.tree.structure(optimizer.opt_state)
+    assert [a.tolist() for a in jax.tree.leaves(back)] == [b.tolist() for b in jax.tree.leaves(optimizer.opt_state)]
+    state, new = op.update(state, mine, grads(mine, 4))
+    optimizer.update(theirs, grads(theirs, 4))
+    np.testing.assert_allclose(new.kernel[...], theirs.kernel[...], rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -122,8 +178,14 @@ def test_what_optax_cannot_hold_is_named() -> None:
         state_to_optax(state, optax.adam(0.1).init(params))
     parts = optax.partition({"a": optax.adam(0.1), "m": optax.adam(0.1)}, {"w": "a", "b": "m"})
     assert [int(part.inner_state[0].count) for part in state_to_optax(state, parts.init(params)).inner_states.values()] == [0, 1]
-    with pytest.raises(StateError, match="b: the state has mu for it, and that of Optax does not"):
+    with pytest.raises(StateError, match=r"b: the state of Optax keeps trace for it \(TraceState\), and the state here does not"):
         state_to_optax(state, optax.sgd(0.1, momentum=0.9).init(params))
+    with pytest.raises(StateError, match="b: the state has mu for it, and that of Optax does not"):
+        state_to_optax(state, optax.sgd(0.1).init(params))
+    with pytest.raises(StateError, match="c: the state of Optax keeps mu for it"):
+        state_to_optax(state, optax.adam(0.1).init({**params, "c": jnp.ones(2)}))
+    with pytest.raises(StateError, match=r"the state of Optax keeps ema \(EmaState\), which no rule here does"):
+        state_to_optax(state.reset(), optax.chain(optax.adam(0.1), optax.ema(0.9)).init(params))
     with pytest.raises(ShapeError, match=r"w: mu has shape \(3, 2\), and in the state of Optax \(4, 2\)"):
         state_to_optax(state.reset(), optax.adam(0.1).init({**params, "w": jnp.ones((4, 2))}))
     with pytest.raises(StateError, match="b: RMSProp keeps nu"):

@@ -334,7 +334,7 @@ def test_a_name_that_two_would_get_is_an_error() -> None:
         op.compose({"a.b": state, ("a", "b"): state})
     with pytest.raises(PathError, match=r"'a' -> '.*9' cannot be carried out on a"):
         op.adapt(state, model, rename={re.compile("a"): r"\9"})
-    with pytest.raises(StateError, match="step=-3 is no count of steps"):
+    with pytest.raises(StateError, match=r"compose\(step=-3\): a count of steps is a whole number"):
         op.compose({"a": state}, step=-3)
 
 
@@ -551,3 +551,10 @@ def test_a_plan_is_for_the_outside_of_jit() -> None:
         op.Unfreezing(["b"], 1)(op.setup(op.Adam(), model))
     with pytest.raises(StateError, match="no path of the model has the number of a layer"):
         op.Unfreezing.by_depth(model, 1)
+
+
+def test_plans_whose_functions_look_alike_freeze_what_each_selects() -> None:
+    state = op.setup(op.Adam(), {"enc": {"w": np.ones(2)}, "dec": {"w": np.ones(2)}})
+    for name in ("enc", "dec", "enc"):
+        plan = op.Unfreezing([op.select.where(lambda record, name=name: record.path[0] == name)], [100])
+        assert {str(leaf.path) for leaf in plan(state).leaves() if leaf.frozen} == {f"{name}.w"}

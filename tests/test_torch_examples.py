@@ -182,7 +182,7 @@ def test_the_example_with_transformers_does_what_it_shows(snapshots: list[dict[s
 
 
 def test_what_the_page_shows_of_the_examples_stands_in_them() -> None:
-    page = (EXAMPLES.parent / "docs" / "pytorch.md").read_text()
+    page = (EXAMPLES.parent / "docs" / "guides" / "pytorch.md").read_text()
     blocks = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if ">>>" not in block]
     examples = {line.strip() for each in EXAMPLES.glob("with_*.py") for line in each.read_text().splitlines()}
     assert len(blocks) == 2

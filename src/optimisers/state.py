@@ -20,7 +20,7 @@ from optimisers.rules.base import Rule, member_names
 from optimisers.rules.numbers import Parts
 from optimisers.rules.program import Program, program_of
 
-__all__ = ["State", "check_state", "check_whole", "new_state"]
+__all__ = ["State", "check_state", "check_step", "check_whole", "new_state"]
 
 Slots = tuple[tuple[Any, ...] | None, ...]
 _LINES = 24
@@ -597,6 +597,15 @@ def check_state(value: Any, caller: str) -> None:
         raise ModelError(
             f"{caller} takes a State, as setup makes one, and not {type(value).__name__}; mind the order of the arguments"
         )
+
+
+def check_step(step: Any, caller: str) -> None:
+    """Check that a number can be the count of a state, or is `None`.
+
+    **Raises** `StateError`.
+    """
+    if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
+        raise StateError(f"{caller}(step={step!r}): a count of steps is a whole number, 0 or more")
 
 
 def check_whole(state: State, where: str = "") -> None:

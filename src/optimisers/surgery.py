@@ -18,7 +18,7 @@ from optimisers.model.torch_nodes import is_idle
 from optimisers.rules.base import Rule, is_traced
 from optimisers.rules.numbers import join, split
 from optimisers.rules.program import program_of
-from optimisers.state import State, check_state, check_whole
+from optimisers.state import State, check_state, check_step, check_whole
 
 __all__ = ["Adapted", "Adapting", "adapt", "compose"]
 
@@ -483,8 +483,7 @@ def compose(states: Mapping[Any, State], *, step: int | None = None) -> State:
     parts = {Path(name): state for name, state in states.items()}
     if len(parts) < len(states):
         raise PathError("two of the names are one path; give each model a name of its own")
-    if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
-        raise StateError(f"step={step!r} is no count of steps")
+    check_step(step, "compose")
     for name, state in parts.items():
         check_state(state, "compose")
         inside = next((other for other in parts if other is not name and other.startswith(name)), None)

@@ -125,6 +125,8 @@ def load(
 
     **Raises** `StateError` for a file that is damaged, of a later schema, or does not fit, with all that is missing, unexpected or
     of another shape by path; `OSError` for one that cannot be read. Nothing has changed then.
+
+    Example: see `save`.
     """
     contents = read(file, verify=verify)
     if rule is not None:

@@ -17,24 +17,31 @@ from optimisers.rules.descent import SGD, Momentum, Nesterov
 from optimisers.rules.lion import Lion
 from optimisers.rules.program import Program
 from optimisers.setup import setup
-from optimisers.state import State, check_state
+from optimisers.state import State, check_state, check_step
 
 __all__ = ["state_from_optax", "state_to_optax"]
 
-_FIELDS = ("mu", "nu", "trace")
-"""What Optax calls its moments."""
+_MOMENTS: Mapping[str, tuple[str, ...]] = {
+    "ScaleByAdamState": ("mu", "nu"),
+    "ScaleByLionState": ("mu",),
+    "TraceState": ("trace",),
+}
+"""The classes of Optax that keep moments, and what they call them."""
 
-# The rules whose slots are those of Optax, and what Optax calls them.
-_TRACE = {"velocity": "trace"}
-_MOMENTS = {"mu": "mu", "nu": "nu"}
-_KNOWN: Mapping[type[Rule], Mapping[str, str]] = {
-    Adam: _MOMENTS,
-    AdamW: _MOMENTS,
-    Lion: {"mu": "mu"},
+# The rules whose slots are those of Optax: the class that keeps them, and its names for them.
+_TRACE = "TraceState", {"velocity": "trace"}
+_ADAM = "ScaleByAdamState", {"mu": "mu", "nu": "nu"}
+_KNOWN: Mapping[type[Rule], tuple[str, Mapping[str, str]]] = {
+    Adam: _ADAM,
+    AdamW: _ADAM,
+    Lion: ("ScaleByLionState", {"mu": "mu"}),
     SGD: _TRACE,
     Momentum: _TRACE,
     Nesterov: _TRACE,
 }
+
+_Field = tuple[str, str]
+"""The class that keeps some moments, and its name for them."""
 
 
 # From Optax -----------------------------------------------------------------------------------------------------------
@@ -43,7 +50,7 @@ _KNOWN: Mapping[type[Rule], Mapping[str, str]] = {
 class _Tree(NamedTuple):
     """A tree of moments in a state of Optax: its field, its arrays by path, the count beside it."""
 
-    field: str
+    field: _Field
     arrays: Mapping[Path, Any]
     count: int | None
 
@@ -58,12 +65,13 @@ def state_from_optax(opt_state: Any, model: Any, rule: RuleFor, *, step: int | N
 
     - `opt_state`: from `optimizer.init` or `optimizer.update`.
     - `model`: the parameters that it was made for, or a model that holds them at the same places.
-    - `rule`: the rule that goes on, with the hyperparameters that the optimizer had; Optax's state does not hold them.
+    - `rule`: the rule that goes on, with the hyperparameters that the optimizer had; Optax's state holds neither them nor, among
+      optimizers whose moments look alike (Adam, Adamax, RAdam, NAdam, LAMB, Yogi), which it was.
     - `step`: the count of the state, which schedules read, and of parameters of which Optax keeps none (momentum). By default the
       greatest count in the state.
 
-    **Raises** `StateError` for a rule that has other slots than these optimizers, or for moments that stand in the state twice;
-    `ShapeError` for moments of another shape; and as `setup` does.
+    **Raises** `StateError` for a rule that has other slots than these optimizers, for moments that stand in the state twice, that
+    no parameter takes, or that the rule does not keep; `ShapeError` for moments of another shape; and as `setup` does.
 
     Example:
         >>> import jax.numpy as jnp, optax, optimisers as op
@@ -75,13 +83,16 @@ def state_from_optax(opt_state: Any, model: Any, rule: RuleFor, *, step: int | N
         >>> state["w"].step, sorted(state["w"].slots)
         (1, ['mu', 'nu'])
     """
+    check_step(step, "state_from_optax")
     state = setup(rule, model)
     trees = list(_trees(opt_state))
     latest = max(_counts(opt_state), default=0) if step is None else step
+    taken: set[tuple[_Field, Path]] = set()
     parameters, slots, counts = [], [], []
     for record, fresh in zip(state.parameters, state.slots, strict=True):
         names = _names(state.rules[record.group], record.path)
         there = {name: tree for name, field in names.items() if (tree := _only(trees, field, record.path)) is not None}
+        taken |= {(tree.field, path) for tree in there.values() for path in record.paths}
         if names and not there:
             count, own = 0, fresh
         else:
@@ -91,10 +102,23 @@ def state_from_optax(opt_state: Any, model: Any, rule: RuleFor, *, step: int | N
         parameters.append(record._replace(counter=len(counts)))
         slots.append(own)
         counts.append(count)
+    for tree in trees:
+        for path in tree.arrays:
+            if (tree.field, path) not in taken:
+                raise StateError(
+                    f"{path}: the state of Optax has {tree.field[1]} for it ({tree.field[0]}), which no parameter takes; the model "
+                    "or the rule is another one"
+                )
+    if not trees and any(_names(rule, record.path) for record, rule in _with_rules(state)):
+        raise StateError(f"no moments were found in what is to be a state of Optax, a {type(opt_state).__name__}")
     return state._next(parameters, slots, counters=counts or (0,)).evolved(step=latest)
 
 
-def _slots(record: Parameter, program: Program, names: Mapping[str, str], there: Mapping[str, _Tree]) -> tuple[Any, ...]:
+def _with_rules(state: State) -> Iterator[tuple[Parameter, Rule]]:
+    return ((record, state.rules[record.group]) for record in state.parameters)
+
+
+def _slots(record: Parameter, program: Program, names: Mapping[str, _Field], there: Mapping[str, _Tree]) -> tuple[Any, ...]:
     """Copies of the moments of a parameter, in the order of its slots."""
     if len(there) < len(names):
         found, wanted = ", ".join(there), ", ".join(names)
@@ -108,25 +132,26 @@ def _slots(record: Parameter, program: Program, names: Mapping[str, str], there:
     return tuple(own)
 
 
-def _names(rule: Rule, path: Path) -> dict[str, str]:
+def _names(rule: Rule, path: Path) -> dict[str, _Field]:
     """The slots of a rule, by their plain names, and what Optax calls them."""
-    found: dict[str, str] = {}
+    found: dict[str, _Field] = {}
     for member in rule.members:
+        kind, fields = _KNOWN.get(type(member), ("", {}))
         for slot in member.slots:
-            field = _KNOWN.get(type(member), {}).get(slot)
+            field = fields.get(slot)
             if field is None or slot in found:
                 raise StateError(
                     f"{path}: {type(member).__name__} keeps {slot}, which no state of Optax has that can be taken over; "
                     f"there are {', '.join(kind.__name__ for kind in _KNOWN)}"
                 )
-            found[slot] = field
+            found[slot] = kind, field
     return found
 
 
-def _only(trees: list[_Tree], field: str, path: Path) -> _Tree | None:
+def _only(trees: list[_Tree], field: _Field, path: Path) -> _Tree | None:
     found = [tree for tree in trees if tree.field == field and path in tree.arrays]
     if len(found) > 1:
-        raise StateError(f"{path}: the state of Optax has {field} for it {len(found)} times; take over one part of it at a time")
+        raise StateError(f"{path}: the state of Optax has {field[1]} for it {len(found)} times; take over one part of it at a time")
     return found[0] if found else None
 
 
@@ -143,15 +168,38 @@ def _trees(node: Any) -> Iterator[_Tree]:
         for child in node:
             yield from _trees(child)
         return
-    count = _count(getattr(node, "count", None))
+    kind, count = type(node).__name__, _count(node, "count")
     for name in fields:
         value = getattr(node, name)
-        if name in _FIELDS:
-            leaves, structure = opened(value)
-            arrays = {path: leaf for path, leaf in zip(structure.paths, leaves, strict=True) if hasattr(leaf, "dtype")}
-            yield _Tree(name, arrays, count)
-        elif name.startswith("inner"):
+        if name in _MOMENTS.get(kind, ()):
+            yield _Tree((kind, name), _arrays(value), count)
+        elif _further(name):
             yield from _trees(value)
+        else:
+            _check_scalar(kind, name, value)
+
+
+def _further(name: str) -> bool:
+    """Whether a field holds a further state of Optax."""
+    return name.startswith("inner") or name == "hyperparams_states"
+
+
+def _arrays(tree: Any) -> dict[Path, Any]:
+    leaves, structure = opened(tree)
+    return {path: leaf for path, leaf in zip(structure.paths, leaves, strict=True) if hasattr(leaf, "dtype")}
+
+
+def _check_scalar(kind: str, name: str, value: Any) -> None:
+    """Check that a field of a state of Optax keeps nothing that would get lost: counts and flags, and what is zero.
+
+    **Raises** `StateError`.
+    """
+    if (
+        isinstance(value, (tuple, list, Mapping))
+        and name != "hyperparams"
+        and any(np.any(each) for each in _arrays(value).values())
+    ):
+        raise StateError(f"the state of Optax keeps {name} ({kind}), which no rule here does; take it over without")
 
 
 def _counts(node: Any) -> Iterator[int]:
@@ -160,17 +208,20 @@ def _counts(node: Any) -> Iterator[int]:
         for child in node.values():
             yield from _counts(child)
     elif isinstance(node, (tuple, list)):
-        own = _count(getattr(node, "count", None))
+        own = _count(node, "count")
         if own is not None:
             yield own
         for child in node:
             yield from _counts(child)
 
 
-def _count(value: Any) -> int | None:
-    if callable(value) or value is None or getattr(value, "shape", ()) != ():
-        return None
-    return int(np.asarray(value))
+def _count(node: Any, name: str) -> int | None:
+    """A count in a state of Optax, which Flax may have wrapped; `None` where it has none."""
+    import jax
+
+    # Every tuple has a method of that name.
+    leaves = jax.tree.leaves(getattr(node, name)) if name in getattr(node, "_fields", ()) else []
+    return int(np.asarray(leaves[0])) if len(leaves) == 1 and getattr(leaves[0], "shape", None) == () else None
 
 
 # To Optax -------------------------------------------------------------------------------------------------------------
@@ -202,7 +253,7 @@ def state_to_optax(state: State, opt_state: Any) -> Any:
         (1, [0.1, 0.1])
     """
     check_state(state, "state_to_optax")
-    moments: dict[tuple[str, Path], tuple[Any, int]] = {}
+    moments: _Moments = {}
     for record, leaf in zip(state.parameters, state.leaves(), strict=True):
         names = _names(leaf.rule, record.path)
         for name, slot in leaf.slots.items():
@@ -210,58 +261,78 @@ def state_to_optax(state: State, opt_state: Any) -> Any:
             moments[field, record.path] = slot, int(leaf.step)
             for alias in record.aliases:
                 moments[field, alias.path] = alias.view.apply(slot), int(leaf.step)
-    used: set[tuple[str, Path]] = set()
+    used: set[tuple[_Field, Path]] = set()
     filled = _filled(opt_state, state, moments, used)
     first = {record.path for record in state.parameters if not record.frozen}
     for field, path in moments:
         if path in first and (field, path) not in used:
-            raise StateError(f"{path}: the state has {field} for it, and that of Optax does not; take the same rule and parameters")
+            raise StateError(
+                f"{path}: the state has {field[1]} for it, and that of Optax does not; take the same rule and parameters"
+            )
     return filled
 
 
-def _filled(node: Any, state: State, moments: Mapping[tuple[str, Path], tuple[Any, int]], used: set[tuple[str, Path]]) -> Any:
+_Moments = dict[tuple[_Field, Path], tuple[Any, int]]
+"""The moments of a state by what Optax calls them, each with its count."""
+
+
+def _filled(node: Any, state: State, moments: _Moments, used: set[tuple[_Field, Path]]) -> Any:
     """A state of Optax with other moments and counts."""
+    import jax
 
     def inside(child: Any) -> Any:
         return _filled(child, state, moments, used)
 
     if isinstance(node, Mapping):
-        kind: Any = type(node)
-        return kind((key, inside(child)) for key, child in node.items())
+        again: Any = type(node)
+        return again((key, inside(child)) for key, child in node.items())
     if not isinstance(node, (tuple, list)):
         return node
     fields = getattr(node, "_fields", None)
     if fields is None:
         return type(node)(map(inside, node))
-    new: dict[str, Any] = {name: inside(getattr(node, name)) for name in fields if name.startswith("inner")}
+    kind = type(node).__name__
+    new: dict[str, Any] = {}
     counts: dict[int, Path] = {}
     for name in fields:
-        if name in _FIELDS:
-            new[name] = _with_moments(name, getattr(node, name), moments, counts)
-            used |= {(name, path) for path in opened(new[name])[1].paths}
+        value = getattr(node, name)
+        if name in _MOMENTS.get(kind, ()):
+            new[name] = _with_moments((kind, name), value, state, moments, counts)
+            used |= {((kind, name), path) for path in _arrays(value)}
+        elif _further(name):
+            new[name] = inside(value)
+        elif name not in ("hyperparams", *_COUNTS) and isinstance(value, (tuple, list, Mapping)) and _arrays(value):
+            raise StateError(f"the state of Optax keeps {name} ({kind}), which no rule here does; initialise it without")
     if len(counts) > 1:
         (one, first), (other, second) = list(counts.items())[:2]
         raise StateError(f"{first} is at step {one} and {second} at step {other}, and Optax keeps one count for both")
-    count: Any = getattr(node, "count", None)
-    if _count(count) is not None:
-        # Without moments it is a schedule that counts.
-        moving = any(name in _FIELDS for name in fields)
-        new["count"] = converted(np.asarray(next(iter(counts), 0) if moving else int(state.step)), str(count.dtype), "jax", None)
+    # Without moments it is a schedule that counts.
+    count = next(iter(counts), 0) if kind in _MOMENTS else int(state.step)
+    for name in fields:
+        if name in _COUNTS and _count(node, name) is not None:
+            new[name] = jax.tree.map(lambda old: converted(np.asarray(count), str(old.dtype), "jax", None), getattr(node, name))
     named: Any = node
     return named._replace(**new)
 
 
-def _with_moments(field: str, tree: Any, moments: Mapping[tuple[str, Path], tuple[Any, int]], counts: dict[int, Path]) -> Any:
-    """A tree of moments with those of a state; zeros where a parameter has not trained."""
+_COUNTS = ("count", "step", "gradient_step")
+"""What Optax calls its counts of steps."""
+
+
+def _with_moments(field: _Field, tree: Any, state: State, moments: _Moments, counts: dict[int, Path]) -> Any:
+    """A tree of moments with those of a state; as they are where a parameter has not trained."""
     leaves, structure = opened(tree)
     new = []
     for path, leaf in zip(structure.paths, leaves, strict=True):
-        if not hasattr(leaf, "dtype") or (field, path) not in moments:
+        if not hasattr(leaf, "dtype"):
             new.append(leaf)
             continue
-        slot, count = moments[field, path]
+        at = state.layout.index.get(path)
+        if at is None or ((field, path) not in moments and int(state.leaf(at).step)):
+            raise StateError(f"{path}: the state of Optax keeps {field[1]} for it ({field[0]}), and the state here does not")
+        slot, count = moments.get((field, path), (leaf, 0))
         if tuple(slot.shape) != tuple(leaf.shape):
-            raise ShapeError(f"{path}: {field} has shape {tuple(slot.shape)}, and in the state of Optax {tuple(leaf.shape)}")
+            raise ShapeError(f"{path}: {field[1]} has shape {tuple(slot.shape)}, and in the state of Optax {tuple(leaf.shape)}")
         counts.setdefault(count, path)
         new.append(converted(slot, str(leaf.dtype), "jax", None))
     return structure.rebuild(tree, new)

@@ -23,7 +23,7 @@ from optimisers.rules.decay import WeightDecay
 from optimisers.rules.descent import SGD, Descent, Momentum, Nesterov
 from optimisers.rules.lion import Lion
 from optimisers.rules.program import Program
-from optimisers.state import State, check_state, new_state
+from optimisers.state import State, check_state, check_step, new_state
 
 __all__ = ["from_torch", "to_state_dict", "to_torch"]
 
@@ -107,6 +107,7 @@ def from_torch(
         >>> from_torch(optimizer, module)
         State(step=1, 2 parameters, AdamW(lr=0.01, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.01))
     """
+    check_step(step, "from_torch")
     found = parameters_of(module)
     records = [record for record, _ in found]
     own, groups, form = _read(optimizer, module, found, kind, names)
