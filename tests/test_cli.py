@@ -303,6 +303,21 @@ def test_rename_writes_other_names_and_the_state_goes_on(
     assert "'([' is no regular expression" in capsys.readouterr().err
 
 
+def test_diff_tells_what_else_the_runs_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    state = op.setup(op.Adam(), {"a": np.ones(1)})
+    op.save(tmp_path / "a", state, extra={"epoch": 1, "same": [1]})
+    op.save(tmp_path / "b", state, extra={"epoch": 2, "same": [1]})
+    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
+    assert capsys.readouterr().out == "extra     epoch  1 -> 2\n"
+
+
+def test_names_in_files_do_not_reach_the_terminal_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for name, value in (("a", 1.0), ("b", 2.0)):
+        safetensors.numpy.save_file({"\x1b[31mred\nline": np.array([value])}, tmp_path / name)
+    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
+    assert r"\x1b[31mred\nline" in capsys.readouterr().out
+
+
 def test_diff_counts_every_digit_of_integers(tmp_path: Path):
     for name, value in (("a", 2**60), ("b", 2**60 + 1)):
         safetensors.numpy.save_file({"n": np.array([value, 0])}, tmp_path / name)

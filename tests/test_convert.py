@@ -1,7 +1,9 @@
 """Checkpoints of other tools, taken over and written: of Lightning, of the Trainer of Transformers, of `torch.save`."""
 
 import copy
+import json
 import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -364,3 +366,151 @@ def _error(call: Callable[[], Any]) -> str:
     with pytest.raises(StateError) as raised:
         call()
     return str(raised.value)
+
+
+# What must never land at the wrong place ------------------------------------------------------------------------------
+
+
+class _Three(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.mid, self.head = (nn.Linear(3, 3, bias=False) for _ in range(3))
+
+
+def test_groups_that_no_trainer_makes_are_not_read_in_its_order(tmp_path: Path) -> None:
+    module = _Three()
+    groups = [
+        {"params": module.head.parameters(), "lr": 1.0},
+        {"params": [module.body.weight, module.mid.weight], "lr": 1e-3},
+    ]
+    optimizer = torch.optim.AdamW(groups)
+    _gradients(module, 0)
+    optimizer.step()
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    with pytest.raises(StateError, match="2 groups and no names"):
+        from_checkpoint(tmp_path / "optimizer.pt", module)
+    state = from_checkpoint(tmp_path / "optimizer.pt", module, names=["head.weight", "body.weight", "mid.weight"])
+    for name, parameter in module.named_parameters():
+        assert torch.equal(leaf(state, name).slots["mu"], optimizer.state[parameter]["exp_avg"])
+
+
+def test_the_order_of_a_file_of_values_is_not_taken_for_that_of_an_optimizer(tmp_path: Path) -> None:
+    module = _Three()
+    optimizer = torch.optim.AdamW(module.parameters())
+    _gradients(module, 0)
+    optimizer.step()
+    torch.save(optimizer.state_dict(), tmp_path / "o.pt")
+    torch.save(dict(reversed(module.state_dict().items())), tmp_path / "model.pt")
+    with pytest.raises(StateError, match=r"model\.pt does not tell their order"):
+        convert(tmp_path / "o.pt", tmp_path / "a.safetensors", model=tmp_path / "model.pt")
+
+
+def test_several_optimizers_are_not_taken_for_one(tmp_path: Path) -> None:
+    module = _Three()
+    both = [torch.optim.SGD([each.weight], lr=rate, momentum=0.9) for each, rate in ((module.body, 0.1), (module.head, 0.2))]
+    states = [each.state_dict() for each in both]
+    torch.save({"state_dict": module.state_dict(), "optimizer_states": states, "global_step": 4}, tmp_path / "a.ckpt")
+    with pytest.raises(StateError, match="holds 2 optimizers; say which, by its number"):
+        convert(tmp_path / "a.ckpt", tmp_path / "a.safetensors")
+    convert(tmp_path / "a.ckpt", tmp_path / "a.safetensors", names=["head.weight"], which=1)
+    state = op.load(tmp_path / "a.safetensors").state
+    assert [str(path) for path in state] == ["head.weight"]
+    assert leaf(state, "head.weight").rule.hyperparameters["lr"] == 0.2
+
+
+def test_ties_of_a_checkpoint_hold(tmp_path: Path) -> None:
+    module = _Three()
+    module.head.weight = module.body.weight
+    optimizer = torch.optim.AdamW(module.parameters())
+    _gradients(module, 0)
+    optimizer.step()
+    held = {"state_dict": module.state_dict(), "optimizer_states": [optimizer.state_dict()], "global_step": 1}
+    torch.save(held, tmp_path / "a.ckpt")
+    convert(tmp_path / "a.ckpt", tmp_path / "a.safetensors")
+    state = op.load(tmp_path / "a.safetensors", module).state
+    assert {str(each.path): [str(path) for path in each.ties] for each in state.leaves()} == {
+        "body.weight": ["head.weight"],
+        "mid.weight": [],
+    }
+    assert torch.equal(leaf(state, "mid.weight").slots["mu"], optimizer.state[module.mid.weight]["exp_avg"])
+    # There and back again.
+    convert(tmp_path / "a.safetensors", tmp_path / "o.pt")
+    convert(tmp_path / "o.pt", tmp_path / "b.safetensors", model=tmp_path / "a.safetensors")
+    assert op.load(tmp_path / "b.safetensors", module).state == state
+
+
+def test_what_pytorch_does_not_keep_is_said(tmp_path: Path) -> None:
+    module = _Three()
+    state = op.setup(op.SGD(op.schedules.Linear(0.1, 0.0, 10), momentum=0.9), module).freeze("mid")
+    _gradients(module, 0)
+    state, module = op.update_(state, module)
+    op.save(tmp_path / "a.safetensors", state, module, extra={"epoch": 1})
+    said = convert(tmp_path / "a.safetensors", tmp_path / "o.pt")
+    assert said.endswith("; without what is frozen, schedules (their values of now), counts of steps, what else the run kept")
+
+
+def test_what_is_no_state_dict_is_an_error(tmp_path: Path) -> None:
+    module = _Three()
+    optimizer = torch.optim.AdamW(module.parameters())
+    _gradients(module, 0)
+    optimizer.step()
+    good = optimizer.state_dict()
+    renamed = {str(key): each for key, each in good["state"].items()}
+    for changes, message in (
+        ({"state": renamed}, "has a state for '0', which is in none of its groups"),
+        ({"state": []}, "this is no state dict"),
+        ({"state": {**good["state"], 0: 3}}, "this is no state dict"),
+        ({"param_groups": None}, "this is no state dict"),
+        ({"param_groups": ["x"]}, "this is no state dict"),
+        ({"param_groups": [{"lr": 1.0}]}, "this is no state dict"),
+        ({"param_groups": [{**good["param_groups"][0], "param_names": [1, 2, 3]}]}, "param_names of the state dict are no texts"),
+        ({"state": {**good["state"], 0: {**good["state"][0], "step": "x"}}}, "count of steps is 'x'"),
+        ({"state": {**good["state"], 0: {**good["state"][0], "step": float("nan")}}}, "count of steps is nan"),
+        ({"state": {**good["state"], 0: {**good["state"][0], "step": torch.ones(2)}}}, "count of steps is"),
+        ({"state": {**good["state"], 0: {**good["state"][0], "exp_avg": 3}}}, "its state has no exp_avg"),
+        ({"param_groups": [{**good["param_groups"][0], "lr": torch.ones(2)}]}, "a tensor of shape"),
+    ):
+        torch.save({**good, **changes}, tmp_path / "o.pt")
+        with pytest.raises(op.errors.OptimiserError, match=message):
+            from_checkpoint(tmp_path / "o.pt", module)
+    for step in (-1, 1.5, "x", True):
+        with pytest.raises(StateError, match="a count of steps is a whole number"):
+            from_checkpoint(tmp_path / "o.pt", module, step=step)  # type: ignore[arg-type]
+
+
+def test_code_in_a_folder_of_the_trainer_is_not_run(trainer_run: tuple[Path, Any, Any], tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    shutil.copytree(trainer_run[0], folder)
+    trap = tmp_path / "sprung"
+    (folder / "evil.py").write_text(f"open({str(trap)!r}, 'w')\nclass C: pass\nclass M: pass\n")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "evil", "auto_map": {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(StateError, match="is no folder of the Trainer, or its model asks for code of its own"):
+        convert(folder, tmp_path / "a.safetensors")
+    assert not trap.exists()
+
+
+def test_names_that_safetensors_keeps_for_itself_and_those_that_are_no_text_are_errors(tmp_path: Path) -> None:
+    for held, message in (({"__metadata__": torch.ones(1)}, "safetensors keeps for itself"), ({1: torch.ones(1)}, "no text")):
+        torch.save(held, tmp_path / "a.pt")
+        with pytest.raises(StateError, match=message):
+            convert(tmp_path / "a.pt", tmp_path / "a.safetensors")
+    assert not (tmp_path / "a.safetensors").exists()
+
+
+def test_names_of_other_tools_are_kept_as_they_are(tmp_path: Path) -> None:
+    values = {name: torch.ones(1) for name in ("a..b", ".c", "c. d", "plain.0.weight")}
+    torch.save(values, tmp_path / "a.pt")
+    convert(tmp_path / "a.pt", tmp_path / "a.safetensors")
+    convert(tmp_path / "a.safetensors", tmp_path / "b.pt")
+    assert torch.load(tmp_path / "b.pt", weights_only=True).keys() == values.keys()
+
+
+def test_where_no_file_can_be_written_is_named(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(1)}, tmp_path / "a.pt")
+    with pytest.raises(FileNotFoundError, match=r"there is no such folder: .*nowhere'"):
+        convert(tmp_path / "a.pt", tmp_path / "nowhere" / "a.safetensors")
+    (tmp_path / "there.safetensors").mkdir()
+    with pytest.raises(IsADirectoryError, match=r"there\.safetensors"):
+        convert(tmp_path / "a.pt", tmp_path / "there.safetensors")

@@ -663,7 +663,7 @@ def test_documents_that_describe_no_state_are_errors(file: Path) -> None:
 
 def test_names_that_are_no_text_are_errors(file: Path) -> None:
     model = {"a\ud800": np.ones(2)}
-    with pytest.raises(StateError, match="'a.ud800': a key of this path is no text"):
+    with pytest.raises(StateError, match=r"'a.ud800': a key of this path is no text"):
         op.save(file, op.setup(op.Adam(), model), model)
 
 
@@ -752,6 +752,10 @@ def test_extra_data_come_back(backend: Backend, file: Path) -> None:
         ({"a": [0, {1: 2}]}, r"extra\['a'\]\[1\]: 1 cannot be a key"),
         ({"/array": 1}, "'/array' cannot be a key"),
         (open, "extra is a builtin"),
+        ({"key": jax.random.key(0)}, r"extra\['key'\] is an array whose values cannot be read"),
+        ({"t": torch.ones(1, device="meta")}, r"extra\['t'\] is an array whose values cannot be read"),
+        ({"m": np.ma.masked_array([1.0], [True])}, r"extra\['m'\] is an array of masked values, which no file holds"),
+        ({"s": [np.array(["a"])]}, r"extra\['s'\]\[0\] is an array of str32, which no file holds"),
     ],
 )
 def test_extra_data_that_no_file_holds_are_errors(extra: Any, message: str, file: Path) -> None:

@@ -479,8 +479,13 @@ def test_a_plan_that_returns_the_state_of_another_model_is_refused_and_changes_n
     optimizer = Optimizer(model, op.Adam())
     before = optimizer.op_state
     model.append(nn.Linear(5, 2))
-    with pytest.raises(StateError, match=r"the state that came out is of other parameters; make a new optimizer of it"):
+    with pytest.raises(StateError, match=r"the state that came out is of other parameters or rules; make a new optimizer of it"):
         optimizer.follow(lambda state: op.adapt(state, model)[0])
+    assert optimizer.op_state is before
+    with pytest.raises(StateError, match="is of other parameters or rules"):
+        optimizer.follow(lambda state: state.adjust(lr=5.0))
+    with pytest.raises(ModelError, match="what follows a plan takes a State"):
+        optimizer.follow(lambda state: None)  # type: ignore[arg-type, return-value]
     assert optimizer.op_state is before
     later = Optimizer(model, op.adapt(before, model)[0])
     assert len(later.op_state) == len(before) + 2

@@ -176,6 +176,7 @@ def _add_convert(commands: Any) -> None:
     command.add_argument("--model", type=Path, help="the values of the model, where the file has an optimizer alone")
     command.add_argument("--only", choices=("model", "state"), help="what to write, the other left out")
     command.add_argument("--kind", help="the class of the optimizer, where a state dict does not tell: AdamW, SGD, …")
+    command.add_argument("--which", type=_at_least(0), help="the number of the optimizer, where there are several")
     command.add_argument("--names", type=Path, help="a file with the names of the optimizer's parameters in its order, one a line")
     command.set_defaults(run=_convert)
 
@@ -185,7 +186,7 @@ def _convert(arguments: argparse.Namespace) -> int:
         from optimisers.interop.convert import convert
 
         names = None if arguments.names is None else arguments.names.read_text("utf-8").splitlines()
-        options = {name: getattr(arguments, name) for name in ("model", "kind", "only")}
+        options = {name: getattr(arguments, name) for name in ("model", "kind", "only", "which")}
         _say(f"{arguments.out}: {convert(arguments.file, arguments.out, names=names, **options)}")
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
@@ -282,17 +283,18 @@ def _pair(given: str) -> tuple[str, str]:
 
 
 def _say(line: str) -> None:
-    sys.stdout.write(line + "\n")
+    """Print a line. What a terminal would act on, in names that come from files, is spelled out."""
+    sys.stdout.write("".join(c if c.isprintable() else ascii(c)[1:-1] for c in line) + "\n")
 
 
 def _print(value: Any, plain: bool) -> int:
     if plain:
-        _say(json.dumps(_finite(value), indent=2))
+        sys.stdout.write(json.dumps(_finite(value), indent=2) + "\n")
         return 0
     from rich.console import Console
 
     # A terminal gets colours and its own width; a pipe gets neither.
-    Console().print(value) if sys.stdout.isatty() else _say(str(value))
+    Console().print(value) if sys.stdout.isatty() else sys.stdout.write(str(value) + "\n")
     return 0
 
 

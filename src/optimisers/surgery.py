@@ -480,6 +480,9 @@ def compose(states: Mapping[Any, State], *, step: int | None = None) -> State:
     """
     if not isinstance(states, Mapping) or not states:
         raise StateError("compose takes a mapping from names to states")
+    odd = next((name for name in states if not isinstance(name, (str, int, tuple))), None)
+    if odd is not None or None in states:
+        raise PathError(f"compose: {odd!r} is no name; give texts, numbers or paths")
     parts = {Path(name): state for name, state in states.items()}
     if len(parts) < len(states):
         raise PathError("two of the names are one path; give each model a name of its own")

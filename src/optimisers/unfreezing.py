@@ -79,6 +79,8 @@ class Unfreezing:
         check_state(state, "Unfreezing")
         if is_traced(state.step):
             raise StateError("a plan freezes and thaws by the number of the step, which jit does not know; call it outside of jit")
+        if getattr(state.step, "shape", ()) != ():
+            raise StateError("the state of an ensemble has several steps; a plan goes by one")
         due = sum(step <= int(state.step) for step in self.at)
         cache = state.layout.cache
         plan, known, changes = cache.get("unfreezing", (None, None, None))

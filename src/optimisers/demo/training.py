@@ -140,11 +140,20 @@ class Training:
         state, model, _, kept = op.load(file, new_model(len(corpus.alphabet), np.random.default_rng()))
         if not isinstance(kept, dict) or kept.get("run") != _RUN:
             raise StateError(f"{file} is not of a run of the demo")
+        try:
+            return cls._of(corpus, state, model, kept)
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise StateError(f"{file} is not as the demo wrote it ({type(error).__name__}: {error})") from error
+
+    @classmethod
+    def _of(cls, corpus: Corpus, state: op.State, model: Any, kept: dict[str, Any]) -> "Training":
         self = cls.new(corpus, kept["steps"], kept["seed"])
         # The file has the waves as a schedule of the library, since it holds no code.
         self.state, self.model = state.adjust(lr=self.rate), model
         self.random.bit_generator.state = kept["random"]
-        self.losses, self.seconds = kept["losses"], kept["seconds"]
+        self.losses, self.seconds = [float(each) for each in kept["losses"]], float(kept["seconds"])
+        if len(self.losses) != state.step:
+            raise ValueError("its losses are not those of its steps")
         self.samples = [(at, reached) for at, reached in kept["samples"]]
         self.outcomes = [Outcome(**{**each, "frozen": tuple(each["frozen"])}) for each in kept["outcomes"]]
         if kept["begun"] is not None:

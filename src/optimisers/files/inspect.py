@@ -49,7 +49,8 @@ def contents_of(file: "str | os.PathLike[str]") -> dict[str, Any]:
         "bytes": sum(array.nbytes for array in contents.arrays.values()),
     }
     values = contents.document.get("values") is True
-    return {**document, "values": values, "parameters": parameters, "arrays": others, "totals": totals}
+    extra = contents.document["extra"]
+    return {**document, "values": values, "extra": extra, "parameters": parameters, "arrays": others, "totals": totals}
 
 
 def _parameter(entry: Mapping[str, Any], contents: Contents) -> dict[str, Any]:
@@ -121,6 +122,7 @@ def diff(first: "str | os.PathLike[str]", second: "str | os.PathLike[str]") -> d
     - `added`, `gone`: names of arrays; `reshaped`: names with both shapes, `cast`: with both dtypes.
     - `moved`: for arrays of other values the greatest change, and the length of the change relative to that of the old values.
     - `changed`: for parameters what else is different: rule, count, flags, ties.
+    - `extra`: what else the runs kept, where it is different: both.
     """
     a, b = read(first), read(second)
     found: dict[str, Any] = {
@@ -130,6 +132,7 @@ def diff(first: "str | os.PathLike[str]", second: "str | os.PathLike[str]") -> d
         "cast": {},
         "moved": {},
         "changed": {},
+        "extra": {},
     }
     for name in sorted(a.arrays.keys() & b.arrays.keys()):
         old, new = a.arrays[name], b.arrays[name]
@@ -139,12 +142,19 @@ def diff(first: "str | os.PathLike[str]", second: "str | os.PathLike[str]") -> d
             found["reshaped"][name] = [list(old.shape), list(new.shape)]
         elif not np.array_equal(_bits(old), _bits(new)):
             found["moved"][name] = _distance(old, new)
-    facts = [{entry["path"]: entry for entry in contents_of(each)["parameters"]} for each in (first, second)]
+    both = [contents_of(each) for each in (first, second)]
+    facts = [{entry["path"]: entry for entry in each["parameters"]} for each in both]
     for path in facts[0].keys() & facts[1].keys():
         keys = ("rule", "step", "frozen", "frozen_rows", "ties", "masked")
         own = {key: [facts[0][path][key], facts[1][path][key]] for key in keys if facts[0][path][key] != facts[1][path][key]}
         if own:
             found["changed"][path] = own
+    extras = [each.get("extra") for each in both]
+    extras = [each if isinstance(each, dict) else {} if each is None else {"extra": each} for each in extras]
+    for key in sorted(extras[0].keys() | extras[1].keys()):
+        pair = [extra.get(key) for extra in extras]
+        if pair[0] != pair[1]:
+            found["extra"][key] = pair
     return found
 
 

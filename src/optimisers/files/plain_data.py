@@ -3,8 +3,11 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
 from optimisers.errors import StateError
-from optimisers.files.plain_rules import plain_value
+from optimisers.files.tensors import DTYPES
+from optimisers.model.slots import to_numpy
 
 __all__ = ["as_data", "from_data"]
 
@@ -26,12 +29,25 @@ def as_data(value: Any, keep: Callable[[Any], str], where: str = "extra") -> Any
         return {key: as_data(each, keep, f"{where}[{key!r}]") for key, each in value.items()}
     if isinstance(value, (list, tuple)):
         return [as_data(each, keep, f"{where}[{at}]") for at, each in enumerate(value)]
-    value = plain_value(value)
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        array = _readable(value, where)
+        return array.item() if array.shape == () else {_ARRAY: keep(array)}
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    if hasattr(value, "dtype") and hasattr(value, "shape"):
-        return {_ARRAY: keep(value)}
     raise StateError(f"{where} is a {type(value).__name__}; a file holds mappings, lists, numbers, texts and arrays")
+
+
+def _readable(array: Any, where: str) -> np.ndarray:
+    try:
+        found = to_numpy(array)
+    except Exception as error:  # each array library has its own
+        raise StateError(
+            f"{where} is an array whose values cannot be read ({type(error).__name__}); keep its data instead"
+        ) from error
+    masked = isinstance(array, np.ma.MaskedArray)
+    if found.dtype.name not in DTYPES or masked:
+        raise StateError(f"{where} is an array of {'masked values' if masked else found.dtype.name}, which no file holds")
+    return found
 
 
 def from_data(data: Any, array: Callable[[str], Any]) -> Any:

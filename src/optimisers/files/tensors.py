@@ -1,6 +1,7 @@
 """Named arrays and a document in a safetensors file: written so that a crash leaves the old file whole, read by mapping it."""
 
 import contextlib
+import errno
 import json
 import os
 import struct
@@ -15,9 +16,10 @@ from optimisers.backends.arrays import dtype_name, numpy_dtype
 from optimisers.errors import DtypeError, StateError
 from optimisers.model.slots import to_numpy
 
-__all__ = ["Contents", "read", "replacing", "write"]
+__all__ = ["DTYPES", "Contents", "read", "replacing", "write"]
 
 _KEY, _SUM = "optimisers", "optimisers.checksum"
+_METADATA = "__metadata__"
 _NAMES = {
     "BOOL": "bool",
     "U8": "uint8",
@@ -37,6 +39,10 @@ _NAMES = {
 """The dtypes of safetensors, and NumPy's names for them."""
 _PAIRS = {"complex128": "float64"}
 """Dtypes that safetensors lacks, kept as pairs of another: an axis of length 2 at the end."""
+
+
+DTYPES = frozenset(_NAMES.values()) | _PAIRS.keys()
+"""What a file can hold."""
 
 
 class Contents(NamedTuple):
@@ -59,6 +65,8 @@ def write(file: "str | os.PathLike[str]", arrays: Mapping[str, Any], document: M
     """
     from safetensors import TensorSpec, serialize_file
 
+    if _METADATA in arrays:
+        raise StateError(f"{_METADATA} is a name that safetensors keeps for itself; rename the array")
     kept: list[np.ndarray] = []  # alive while their memory is written
     specs, table = {}, {}
     for name, array in arrays.items():
@@ -90,8 +98,15 @@ def write(file: "str | os.PathLike[str]", arrays: Mapping[str, Any], document: M
 
 @contextlib.contextmanager
 def replacing(file: "str | os.PathLike[str]") -> Iterator[str]:
-    """The name of a file to write, which then takes the place of another one; if writing it fails, the old one stays."""
+    """The name of a file to write, which then takes the place of another one; if writing it fails, the old one stays.
+
+    **Raises** `OSError` where no file can be made.
+    """
     target = File(os.path.realpath(file))  # a link stays one
+    if target.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(file))
+    if not target.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "there is no such folder", str(target.parent))
     handle, name = tempfile.mkstemp(prefix=".optimisers-", suffix=".tmp", dir=target.parent)
     os.close(handle)
     try:
@@ -110,7 +125,7 @@ def replacing(file: "str | os.PathLike[str]") -> Iterator[str]:
 def _as_bytes(name: str, array: Any) -> tuple[np.ndarray, str]:
     """The contiguous memory of an array as NumPy sees it, and the name of its dtype."""
     dtype = dtype_name(array)
-    if dtype not in _NAMES.values() and dtype not in _PAIRS:
+    if dtype not in DTYPES:
         raise DtypeError(f"{name}: safetensors has no {dtype}; convert it before saving")
     flat = np.asarray(to_numpy(array), order="C")
     if flat.dtype.byteorder == ">":
@@ -154,7 +169,7 @@ def read(file: "str | os.PathLike[str]", *, verify: bool = True) -> Contents:
     one that cannot be read.
     """
     header, start = _header(file)
-    metadata = header.pop("__metadata__", None) or {}
+    metadata = header.pop(_METADATA, None) or {}
     whole = np.asarray(np.memmap(file, np.uint8, mode="c"))
     arrays = {name: _view(file, name, entry, whole[start:]) for name, entry in header.items()}
     if _KEY not in metadata and _SUM not in metadata:

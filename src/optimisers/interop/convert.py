@@ -2,14 +2,16 @@
 
 import os
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path as File
 from typing import Any, NamedTuple
 
-from optimisers.errors import PathError, StateError
+from optimisers.backends.arrays import dtype_name, library_of
+from optimisers.errors import PathError, StateError, listed
 from optimisers.files.checkpoint import load, path_of, save
-from optimisers.files.tensors import replacing, write
+from optimisers.files.tensors import read, replacing, write
 from optimisers.model.reading import parameters_of
+from optimisers.model.slots import converted
 from optimisers.model.ties import SAME
 from optimisers.state import State
 from optimisers.surgery import adapt
@@ -36,6 +38,7 @@ def convert(
     kind: str | None = None,
     names: Sequence[str] | None = None,
     only: str | None = None,
+    which: int | None = None,
 ) -> str:
     """Write what is in a file as a file of another kind, which the ending of its name tells. Returns what was written, in words.
 
@@ -48,6 +51,9 @@ def convert(
     - `model`: a file with the values of the model, where `file` has an optimizer alone.
     - `kind`, `names`: the class of the optimizer and the names of its parameters, where a state dict does not tell.
     - `only`: `"model"` or `"state"`, to leave the other out.
+    - `which`: the number of the optimizer, where a checkpoint of Lightning has several.
+
+    A state dict of PyTorch knows nothing of what is frozen, of schedules, or of the counts of SGD and Lion; what it lacks is said.
 
     **Raises** `StateError` for what cannot be read or written so; `OSError` as reading and writing do. No file has changed then.
     """
@@ -56,7 +62,7 @@ def convert(
     ending = File(out).suffix
     if ending != ".safetensors" and ending not in TORCH:
         raise StateError(f"{out}: the ending of a name tells what is to be written: .safetensors, or {', '.join(TORCH)}")
-    found = _read(file, model, kind, names)
+    found = _read(file, model, kind, names, which)
     state = None if only == "model" else found.state
     if only == "state" and state is None:
         raise StateError(f"{file} holds no state")
@@ -70,24 +76,30 @@ def convert(
         save(out, state, None if values is None else _tree(_everywhere(state, values)), extra=found.extra)
         return f"{state!r}" + ("" if values is None else " and the values of its model")
     _write_optimizer(out, state, found.values)
-    return "the state dict of an optimizer of PyTorch, its parameters by param_names"
+    lost = ", ".join(_lost(state, found.extra))
+    return "the state dict of an optimizer of PyTorch, its parameters by param_names" + (f"; without {lost}" if lost else "")
 
 
 # Reading --------------------------------------------------------------------------------------------------------------
 
 
-def _read(file: Any, model: Any, kind: str | None, names: Sequence[str] | None) -> _Found:
+def _read(
+    file: Any, model: Any = None, kind: str | None = None, names: Sequence[str] | None = None, which: int | None = None
+) -> _Found:
     if File(file).is_dir():
         return _read_trainer(file, kind, names)
     if File(file).suffix not in TORCH:
-        loaded = load(file)
+        contents = read(file)
         if model is not None:
             raise StateError(f"{file} names its parameters itself; --model is for the state dict of an optimizer")
+        if contents.document is None:
+            return _Found(None, contents.arrays)
+        loaded = load(file)
         return _Found(loaded.state, loaded.model, loaded.extra)
-    return _read_torch(file, model, kind, names)
+    return _read_torch(file, model, kind, names, which)
 
 
-def _read_torch(file: Any, model: Any, kind: str | None, names: Sequence[str] | None) -> _Found:
+def _read_torch(file: Any, model: Any, kind: str | None, names: Sequence[str] | None, which: int | None) -> _Found:
     from optimisers.interop.torch_checkpoints import optimizer_in, read_checkpoint
     from optimisers.interop.torch_import import from_torch
 
@@ -95,22 +107,35 @@ def _read_torch(file: Any, model: Any, kind: str | None, names: Sequence[str] | 
     if not isinstance(held, Mapping):
         raise StateError(f"{file} holds a {type(held).__name__}, and neither an optimizer nor a module")
     if held and all(hasattr(each, "dtype") for each in held.values()):
-        return _Found(None, held)
-    optimizer, step = optimizer_in(file)
-    if "state_dict" in held and model is None:
-        values = held["state_dict"]
-    elif model is None:
-        raise StateError(f"{file} holds an optimizer alone; give a file with the values of its model, too (--model)")
-    else:
-        values = _read(model, None, None, None).values or {}
-        named = all("param_names" in group for group in optimizer["param_groups"])
-        if names is None and not named and File(model).suffix not in TORCH:
+        return _Found(None, _named(file, held))
+    optimizer, step = optimizer_in(file, which)
+    if model is not None:
+        inside = _read(model)
+        if inside.values is None:
+            raise StateError(f"{model} holds no values of a model")
+        if names is None and not all("param_names" in group for group in optimizer["param_groups"]):
             raise StateError(
                 f"{file} has no names of its parameters, and {model} does not tell their order; give their names, in the order in "
                 "which the optimizer was given them (--names)"
             )
-    values = dict(zip(values, map(_as_torch, values.values()), strict=True))
+        values = _everywhere(inside.state, {name: _as_torch(each) for name, each in inside.values.items()})
+    elif "state_dict" in held:
+        values = {name: each for name, each in held["state_dict"].items() if hasattr(each, "dtype")}
+    else:
+        raise StateError(f"{file} holds an optimizer alone; give a file with the values of its model, too (--model)")
+    values = _named(file, values)
     return _Found(from_torch(optimizer, _tree(values), kind=kind, names=names, step=step), values)
+
+
+def _named(file: Any, values: Mapping[Any, Any]) -> Mapping[str, Any]:
+    """Values whose names are texts.
+
+    **Raises** `StateError`.
+    """
+    odd = next((name for name in values if not isinstance(name, str)), None)
+    if odd is not None:
+        raise StateError(f"{file}: {odd!r} is the name of an array in it, and no text; rename it")
+    return values
 
 
 def _read_trainer(folder: Any, kind: str | None, names: Sequence[str] | None) -> _Found:
@@ -119,12 +144,17 @@ def _read_trainer(folder: Any, kind: str | None, names: Sequence[str] | None) ->
 
     from optimisers.interop.torch_checkpoints import from_checkpoint
 
-    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    # No code that lies in the folder is run, whatever it asks for.
+    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, **options)
+    except ValueError as error:
+        raise StateError(f"{folder} is no folder of the Trainer, or its model asks for code of its own: {error}") from error
     name = next(iter(config.architectures or ()), None)
     cls = getattr(transformers, str(name), None)
     if not isinstance(cls, type) or not issubclass(cls, transformers.PreTrainedModel):
         raise StateError(f"{folder}: its model is a {name}, which Transformers does not have; use from_checkpoint in Python")
-    module = cls.from_pretrained(folder, local_files_only=True)
+    module = cls.from_pretrained(folder, **options)
     return _Found(from_checkpoint(folder, module, kind=kind, names=names), module.state_dict())
 
 
@@ -157,10 +187,8 @@ def _tree(values: Mapping[str, Any]) -> Any:
 
 
 def _as_torch(array: Any) -> Any:
-    from optimisers.backends.arrays import dtype_name
-    from optimisers.model.slots import converted
-
-    return converted(array, dtype_name(array), "torch", None)
+    # What is a tensor already may share its memory with others, by which ties are known.
+    return array if library_of(array) == "torch" else converted(array, dtype_name(array), "torch", None)
 
 
 # Writing --------------------------------------------------------------------------------------------------------------
@@ -174,7 +202,7 @@ def _write_values(out: Any, state: State | None, values: Mapping[str, Any]) -> N
         again = {alias.path for record, _ in places for alias in record.aliases if alias.view == SAME}
         write(out, {name: each for name, each in values.items() if (name,) not in again}, None)
         return
-    _torch_save(_everywhere(state, dict(zip(values, map(_as_torch, values.values()), strict=True))), out)
+    _torch_save(_everywhere(state, {name: _as_torch(each) for name, each in values.items()}), out)
 
 
 def _write_optimizer(out: Any, state: State, values: Mapping[str, Any] | None) -> None:
@@ -184,7 +212,24 @@ def _write_optimizer(out: Any, state: State, values: Mapping[str, Any] | None) -
         raise StateError("the state dict of an optimizer goes by the arrays of its model, and the file has none")
     trained = {str(record.path): _as_torch(values[str(record.path)]) for record in state.parameters}
     module = _tree(_everywhere(state, trained))
-    _torch_save(to_state_dict(adapt(state, module)[0], module), out)
+    there, report = adapt(state, module)
+    if report.fresh or report.dropped:
+        raise StateError(
+            f"PyTorch cannot take the state over: {listed({'lost': list(map(str, [*report.fresh, *report.dropped]))})}"
+        )
+    _torch_save(to_state_dict(there, module), out)
+
+
+def _lost(state: State, extra: Any) -> Iterator[str]:
+    """What a state dict of PyTorch does not hold."""
+    if any(record.frozen for record in state.parameters):
+        yield "what is frozen"
+    if any(callable(value) for rule in state.rules for member in rule.members for value in member.hyperparameters.values()):
+        yield "schedules (their values of now)"
+    if not any(member.counts for rule in state.rules for member in rule.members):
+        yield "counts of steps"
+    if extra is not None:
+        yield "what else the run kept"
 
 
 def _torch_save(value: Any, out: Any) -> None:

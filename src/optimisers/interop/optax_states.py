@@ -253,6 +253,8 @@ def state_to_optax(state: State, opt_state: Any) -> Any:
         (1, [0.1, 0.1])
     """
     check_state(state, "state_to_optax")
+    if getattr(state.step, "shape", ()) != ():
+        raise StateError("the state of an ensemble has several steps, and that of Optax one; give its members one by one")
     moments: _Moments = {}
     for record, leaf in zip(state.parameters, state.leaves(), strict=True):
         names = _names(leaf.rule, record.path)

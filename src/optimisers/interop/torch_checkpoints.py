@@ -26,7 +26,7 @@ def from_checkpoint(
     *,
     kind: "str | type | None" = None,
     names: Sequence[str] | None = None,
-    which: int = 0,
+    which: int | None = None,
     step: int | None = None,
 ) -> State:
     """Take over the optimizer in a checkpoint of Lightning, of the Trainer of Transformers, or of `torch.save`.
@@ -39,7 +39,8 @@ def from_checkpoint(
       file with the state dict of an optimizer.
     - `module`: the model that it trains: the `LightningModule`, or the model of Transformers.
     - `kind`, `names`, `step`: as in `from_torch`. The Trainer's file holds no names, and its groups stand in an order of its own,
-      which `trainer_names(module)` tells; it is used where `names` is left out. The step is by default the one in the checkpoint.
+      which `trainer_names(module)` tells; it is used where `names` is left out, and the groups are those of a Trainer. The step is
+      by default the one in the checkpoint.
     - `which`: the number of the optimizer, where a checkpoint of Lightning has several.
 
     **Returns** the state that goes on where the optimizer stood.
@@ -60,8 +61,8 @@ def from_checkpoint(
         State(step=1, 2 parameters, AdamW(lr=0.01, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.01))
     """
     optimizer, taken = optimizer_in(file, which)
-    if names is None and File(_optimizer_file(file)).name == OPTIMIZER and not _named(optimizer):
-        names = trainer_names(module) if len(optimizer["param_groups"]) > 1 else None
+    if names is None and File(_optimizer_file(file)).name == OPTIMIZER and _like_trainers(optimizer["param_groups"], module):
+        names = trainer_names(module)
     return from_torch(optimizer, module, kind=kind, names=names, step=taken if step is None else step)
 
 
@@ -71,14 +72,28 @@ def trainer_names(module: Any) -> list[str]:
 
     **Raises** `ModuleNotFoundError` where Transformers is not installed.
     """
+    decaying, others = _trainer_groups(module)
+    return decaying + others
+
+
+def _trainer_groups(module: Any) -> tuple[list[str], list[str]]:
     from transformers import Trainer
 
     decaying = set(Trainer.get_decay_parameter_names(None, module))  # type: ignore[arg-type]  # it looks at the module alone
     training = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
-    return sorted(training, key=lambda name: name not in decaying)
+    return [name for name in training if name in decaying], [name for name in training if name not in decaying]
 
 
-def optimizer_in(file: "str | os.PathLike[str]", which: int = 0) -> tuple[Mapping[str, Any], int | None]:
+def _like_trainers(groups: Any, module: Any) -> bool:
+    """Whether groups without names are those that the Trainer makes for a module: one that decays and one that does not."""
+    if len(groups) != 2 or any("param_names" in group for group in groups):
+        return False
+    sizes = [len(names) for names in _trainer_groups(module)]
+    alike = all(groups[0].get(key) == groups[1].get(key) for key in groups[0] if key not in ("params", "weight_decay"))
+    return alike and groups[1].get("weight_decay") == 0.0 and [len(group["params"]) for group in groups] == sizes
+
+
+def optimizer_in(file: "str | os.PathLike[str]", which: int | None = None) -> tuple[Mapping[str, Any], int | None]:
     """The state dict of the optimizer in a checkpoint, and the step that the run had reached, where that is known.
 
     **Raises** `StateError` where there is none; as `read_checkpoint` does.
@@ -86,12 +101,18 @@ def optimizer_in(file: "str | os.PathLike[str]", which: int = 0) -> tuple[Mappin
     found = read_checkpoint(_optimizer_file(file))
     if not isinstance(found, Mapping):
         raise StateError(f"{file} holds a {type(found).__name__}, and no state dict of an optimizer")
+    nested = [key for key in ("optimizer", "optimizer_state_dict") if isinstance(found.get(key), Mapping)]
+    if nested and {"state", "param_groups"} <= found[nested[0]].keys():
+        found = found[nested[0]]
     if {"state", "param_groups"} <= found.keys():
         return found, _step_of_trainer(_optimizer_file(file))
     several = found.get("optimizer_states")
     if not isinstance(several, Sequence) or not several:
         inside = ", ".join(map(repr, list(found)[:5])) or "nothing"
         raise StateError(f"{file} holds no optimizer; in it there is {inside}")
+    if which is None and len(several) > 1:
+        raise StateError(f"{file} holds {len(several)} optimizers; say which, by its number")
+    which = which or 0
     if not 0 <= which < len(several):
         raise StateError(f"{file} holds {len(several)} optimizers, and number {which} is none of them")
     # With several optimizers, the count is that of their steps together.
@@ -130,7 +151,3 @@ def _step_of_trainer(file: "str | os.PathLike[str]") -> int | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return step if isinstance(step, int) else None
-
-
-def _named(optimizer: Mapping[str, Any]) -> bool:
-    return all("param_names" in group for group in optimizer["param_groups"])

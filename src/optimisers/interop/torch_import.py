@@ -160,6 +160,7 @@ def _read(
         places = _by_object(groups, module, found)
     elif isinstance(optimizer, Mapping) and {"state", "param_groups"} <= optimizer.keys():
         groups, states = optimizer["param_groups"], optimizer["state"]
+        _check_dict(groups, states)
         form = _kind_named(kind) if kind is not None else _kind_told_by(groups)
         places = _by_order(groups, module, found, names)
     else:
@@ -178,6 +179,25 @@ def _read(
             raise StateError(f"{found[at][0].path} stands in the optimiser twice; it is one parameter and has one state")
         own[at] = _Entry(group, states.get(key, {}))
     return own, groups, form
+
+
+def _check_dict(groups: Any, states: Any) -> None:
+    """Check the form of a state dict.
+
+    **Raises** `StateError`.
+    """
+    fine = isinstance(groups, Sequence) and all(
+        isinstance(group, Mapping) and isinstance(group.get("params"), Sequence) and not isinstance(group["params"], str)
+        for group in groups
+    )
+    if not fine or not isinstance(states, Mapping) or not all(isinstance(each, Mapping) for each in states.values()):
+        raise StateError("this is no state dict of an optimiser: it has groups with params, and for each of these a mapping")
+    named = [name for group in groups for name in group.get("param_names", ())]
+    if not all(isinstance(name, str) for name in named):
+        raise StateError("the param_names of the state dict are no texts")
+    unknown = states.keys() - {key for group in groups for key in group["params"]}
+    if unknown:
+        raise StateError(f"the state dict has a state for {min(unknown, key=str)!r}, which is in none of its groups")
 
 
 def _by_object(groups: Any, module: Any, found: Sequence[tuple[Parameter, Any]]) -> Iterator[int]:
@@ -330,6 +350,8 @@ def _rule(form: _Kind, group: Mapping[str, Any], decays: bool) -> Rule:
 def _number(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return tuple(map(_number, value))
+    if isinstance(value, torch.Tensor) and value.numel() != 1:
+        raise HyperparameterError(f"a hyperparameter of the optimiser is a tensor of shape {tuple(value.shape)}, and no number")
     return value.item() if isinstance(value, torch.Tensor) else value
 
 
@@ -356,7 +378,7 @@ def _leaf(
     for (name, slot), dtype in zip(program.slots, slot_dtypes(parameter, program), strict=True):
         theirs = form.slots[name]
         own = state.get(theirs)
-        if own is None:
+        if not isinstance(own, torch.Tensor):
             raise StateError(f"{parameter.path}: the optimiser has stepped, but its state has no {theirs}")
         if tuple(own.shape) != parameter.shape:
             raise ShapeError(
@@ -375,8 +397,10 @@ def _leaf(
 
 
 def _count(parameter: Parameter, state: Mapping[str, Any]) -> int:
-    count = _number(state.get("step", 0))
-    if count != int(count) or count < 0:
+    count = state.get("step", 0)
+    if isinstance(count, torch.Tensor):
+        count = count.item() if count.numel() == 1 else count.tolist()
+    if not isinstance(count, (int, float)) or not 0 <= count < 2**53 or count != int(count):
         raise StateError(f"{parameter.path}: the optimiser's count of steps is {count!r}, which is no whole number")
     return int(count)
 

@@ -20,7 +20,7 @@ from optimisers.model.select import Selectable
 from optimisers.model.trees import opened
 from optimisers.report import Summary, summary
 from optimisers.setup import setup
-from optimisers.state import State, check_whole
+from optimisers.state import State, check_state, check_whole
 from optimisers.update import update_
 
 __all__ = ["Optimizer"]
@@ -228,9 +228,19 @@ class Optimizer(torch.optim.Optimizer):
     def follow(self, plan: Callable[[State], State]) -> None:
         """Freeze and thaw as a plan says, such as `Unfreezing`; call it before each step.
 
-        **Raises** `StateError` for a plan that returns the state of other parameters; `adapt` is for a new optimizer.
+        **Raises** `StateError` for a plan that returns the state of other parameters or rules; `adapt` is for a new optimizer.
         """
-        self._change(plan)
+        after = plan(self.op_state)
+        check_state(after, "what follows a plan")
+        facts = [
+            [(each.paths, each.shape, each.dtype, state.rules[each.group].key) for each in state.parameters]
+            for state in (self.op_state, after)
+        ]
+        if facts[0] != facts[1]:
+            raise StateError(
+                "the state that came out is of other parameters or rules; make a new optimizer of it: Optimizer(module, state)"
+            )
+        self._change(lambda _: after)
 
     def reset(self, selector: "Selectable" = "**") -> None:
         """Start parameters afresh, as `State.reset` does: without moments, at count 0. What is frozen stays so.
@@ -261,11 +271,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _change(self, change: Callable[[State], State]) -> None:
         before = self.op_state
-        after = change(before)
-        facts = [[(each.paths, each.shape, each.dtype) for each in state.parameters] for state in (before, after)]
-        if facts[0] != facts[1]:
-            raise StateError("the state that came out is of other parameters; make a new optimizer of it: Optimizer(module, state)")
-        self._inner.state = after
+        self._inner.state = after = change(before)
         pairs = zip(before.parameters, after.parameters, strict=True)
         self._sync([at for at, (old, new) in enumerate(pairs) if old.frozen != new.frozen])
 
