@@ -135,7 +135,7 @@ def adapt(
     """
     check_state(state, "adapt")
     check_whole(state)
-    return Adapting(state, model, rename, resize, rule).done()
+    return Adapting(state, parameters_of(model), rename, resize, rule).done()
 
 
 class _Source(NamedTuple):
@@ -147,12 +147,15 @@ class _Source(NamedTuple):
 
 
 class Adapting:
-    """One call of `adapt`. With values of a file, the model is about to get those, and no slot of the old state is shared."""
+    """One call of `adapt`, for the parameters of a model and their arrays.
+
+    With values of a file, the model is about to get those, and no slot of the old state is shared.
+    """
 
     def __init__(
         self,
         state: State,
-        model: Any,
+        found: Sequence[tuple[Parameter, Any]],
         rename: Rename,
         resize: Any,
         rule: "RuleFor | None",
@@ -171,7 +174,7 @@ class Adapting:
         self.excluded = frozenset(path for path in map(self.new_name, state.layout.excluded) if path is not None)
         for path in self.excluded & self.sources.keys():
             raise PathError(f"rename: {self.sources[path].path} and what did not train would both be called {path}")
-        found = [each for each in parameters_of(model) if not self.excluded.issuperset(each[0].paths)]
+        found = [each for each in found if not self.excluded.issuperset(each[0].paths)]
         self.found = self._with_old_ties(found)
         self.policy = _policies(resize, [record for record, _ in self.found])
         self.rules: list[Rule] = list(state.rules)
@@ -279,9 +282,10 @@ class Adapting:
         rule = self.old.rules[old.group]
         own = rule if shape == record.shape and view == SAME else rule.rule_for(record.shape, record.dtype)
         check_rule(own, record)
-        if program_of(own) != self.old.layout.programs[old.group]:
+        program = self.old.layout.programs[old.group]
+        if own is not rule and program_of(own) != program:
             return self._starts(record, array, old, f"its rule is {own!r} now", value)
-        if view != SAME and self.old.slots[source.at] and any(kind.shape for _, kind in program_of(own).slots):
+        if view != SAME and self.old.slots[source.at] and any(kind.shape for _, kind in program.slots):
             reason = f"it is seen {view} now, and slots of another shape than its own cannot be"
             return self._starts(record, array, old, reason, value)
         for old_path, new in self._moved(record, source.at):
@@ -335,7 +339,7 @@ class Adapting:
         if own is None:
             return None if record.frozen or asleep else self._fresh(record, array)
         fresh: tuple[Any, ...] | None = None
-        program = program_of(self.rules[record.group])
+        program = self.old.layout.programs[old.group]
         same_place = (record.library, record.device, record.dtype, record.shape) == (old.library, old.device, old.dtype, old.shape)
         if view == SAME and same_place and first and self.file_values is None:
             return own
@@ -346,7 +350,7 @@ class Adapting:
                 continue
             whole = tuple(slot.shape) == old.shape
             if fresh is None:
-                fresh = self._fresh(record, array)
+                fresh = with_started(fresh_slots(record, program), array, record, program)
             start = fresh[number]
             seen = view.apply(slot) if whole else slot
             dtype = dtype_name(start)

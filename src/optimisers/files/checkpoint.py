@@ -151,7 +151,7 @@ def load(
 
     extra = extra_of(contents, file)
     old = restored(contents.document, contents.arrays, None if choose is None else given, file)
-    adapting = Adapting(old, model, new_name, resize, rule, file_values=values)
+    adapting = Adapting(old, found, new_name, resize, rule, file_values=values)
     state, report = adapting.done()
     if strict:
         _check_fit(file, report, {path for path in report.dropped if new_name(path) is None}, resized=resize is not None)

@@ -178,9 +178,10 @@ def read(file: "str | os.PathLike[str]", *, verify: bool = True) -> Contents:
     if metadata.get(_SUM) != _checksum(np.frombuffer(text.encode(), np.uint8)):
         raise StateError(f"{file}: the document in it is damaged: its checksum is another one")
     document = json.loads(text)
-    arrays = dict(_as_written(file, arrays, document.pop("tensors")))
+    table = document.pop("tensors")
+    arrays = dict(_as_written(file, arrays, table))
     if verify:
-        for name, (_, _, expected) in json.loads(text)["tensors"].items():
+        for name, (_, _, expected) in table.items():
             if _checksum(arrays[name]) != expected:
                 raise StateError(f"{file}: {name} is damaged: its checksum is another one")
     return Contents(arrays, document)
