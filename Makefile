@@ -56,7 +56,7 @@ compare: $(COMPARE)/compare.stamp
 $(COMPARE)/compare.stamp: pyproject.toml compare/requirements.txt
 	$(PYTHON) -m venv $(COMPARE)
 	$(COMPARE)/bin/pip install --quiet --upgrade pip
-	$(COMPARE)/bin/pip install --quiet --requirement compare/requirements.txt --editable ".[numba]"
+	$(COMPARE)/bin/pip install --quiet --requirement compare/requirements.txt --editable .
 	touch $@
 
 clean:

@@ -1,0 +1,1 @@
+"""What each optimiser library does with the same small inputs: `make compare`."""
