@@ -123,7 +123,7 @@ def test_missing_extra_is_named_in_one_line(
     for name in [name for name in sys.modules if name.partition(".")[0] == package]:
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setitem(sys.modules, package, None)
-    assert main(["demo", "--out", str(tmp_path / "out")]) == 1
+    assert main(["demo", "--out", str(tmp_path / "out")]) == 2
     captured = capsys.readouterr()
     assert captured.err == f"optimisers: the demo needs {package}, which is not installed: pip install 'optimisers[demo]'\n"
     assert captured.out == ""
@@ -140,19 +140,19 @@ def test_missing_module_that_is_no_extra_is_not_hidden(monkeypatch: pytest.Monke
 
 def test_error_of_the_library_is_one_line_and_code_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setattr(demo, "run", raising(op.errors.PathError('no parameter matches\n "x"')))
-    assert main(["demo"]) == 1
+    assert main(["demo"]) == 2
     assert capsys.readouterr().err == 'optimisers: no parameter matches "x"\n'
 
 
 def test_folder_that_cannot_be_made_is_one_line_and_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "file").write_text("")
-    assert main(["demo", "--steps", "1", "--out", str(tmp_path / "file")]) == 1
+    assert main(["demo", "--steps", "1", "--out", str(tmp_path / "file")]) == 2
     assert capsys.readouterr().err == f"optimisers: {tmp_path / 'file'}: File exists\n"
 
 
 def test_error_of_the_system_without_a_file_is_one_line_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setattr(demo, "run", raising(OSError("the disk is full")))
-    assert main(["demo"]) == 1
+    assert main(["demo"]) == 2
     assert capsys.readouterr().err == "optimisers: the disk is full\n"
 
 
@@ -293,13 +293,13 @@ def test_rename_writes_other_names_and_the_state_goes_on(
     assert {str(path) for path in new["io.embed"].ties} == {"io.head"}
     assert new["io.embed"].frozen_rows == old["embed"].frozen_rows
     np.testing.assert_array_equal(new["blocks.first.0.w"].slots["mu"], old["trunk.0.w"].slots["mu"])
-    assert main(["rename", files[0], out, "--map", "trnk=blocks"]) == 1
+    assert main(["rename", files[0], out, "--map", "trnk=blocks"]) == 2
     assert 'did you mean "trunk"?' in capsys.readouterr().err
-    assert main(["rename", files[0], out, "--map", "embed=head"]) == 1
+    assert main(["rename", files[0], out, "--map", "embed=head"]) == 2
     assert "embed and head would both be called head" in capsys.readouterr().err
-    assert main(["rename", files[0], out]) == 1
+    assert main(["rename", files[0], out]) == 2
     assert exits("rename", files[0], out, "--map", "embed") == 2
-    assert main(["rename", files[0], out, "--regex", "([=x"]) == 1
+    assert main(["rename", files[0], out, "--regex", "([=x"]) == 2
     assert "'([' is no regular expression" in capsys.readouterr().err
 
 
@@ -337,7 +337,7 @@ def test_check_compares_a_state_with_a_model(files: tuple[str, str], tmp_path: P
         "trunk.0.w: not in the model",
         "more: in the model, without a state",
     ]
-    assert main(["check", model, files[0]]) == 1
+    assert main(["check", model, files[0]]) == 2
     assert "holds no state" in capsys.readouterr().err
 
 
@@ -346,9 +346,9 @@ def test_a_file_that_is_damaged_or_missing_is_an_error(command: str, tmp_path: P
     bad = tmp_path / "bad.safetensors"
     bad.write_bytes(b"nothing")
     more = {"show": [], "diff": [str(bad)], "rename": [str(bad), "--map", "a=b"], "check": [str(bad)]}[command]
-    assert main([command, str(bad), *more]) == 1
+    assert main([command, str(bad), *more]) == 2
     assert "is no safetensors file, or is damaged" in capsys.readouterr().err
-    assert main([command, str(tmp_path / "none"), *more]) == 1
+    assert main([command, str(tmp_path / "none"), *more]) == 2
     assert "No such file" in capsys.readouterr().err
 
 

@@ -338,7 +338,7 @@ def test_what_cannot_be_converted_is_an_error_and_writes_nothing(tmp_path: Path,
     before = sorted(tmp_path.iterdir())
 
     def fails(*arguments: str) -> str:
-        assert main(["convert", *(each if each.startswith("-") else str(tmp_path / each) for each in arguments)]) == 1
+        assert main(["convert", *(each if each.startswith("-") else str(tmp_path / each) for each in arguments)]) == 2
         return capsys.readouterr().err
 
     assert "an optimizer alone; give a file with the values of its model, too (--model)" in fails("optimizer.pt", "a.safetensors")

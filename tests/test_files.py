@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import re
 import stat
 import subprocess
@@ -17,11 +18,12 @@ import pytest
 import safetensors.numpy
 import safetensors.torch
 import torch
+import xxhash
 from torch import nn
 
 import optimisers as op
-from optimisers.errors import DtypeError, OptimiserError, PathError, StateError, TieError
-from optimisers.files import tensors
+from optimisers.errors import DtypeError, ModelError, OptimiserError, PathError, StateError, TieError
+from optimisers.files import inspect, tensors
 from optimisers.schedules import Cosine, one_cycle, warmup
 from tests.conftest import BACKENDS, RULES, Backend, leaf, trains
 from tests.resumed import RULES as RESUMED
@@ -350,7 +352,8 @@ def test_names_with_shells_load_into_the_plain_model(shell: str, file: Path) -> 
     names = {f"{shell}{name}": torch.full_like(each, 3) for name, each in module.state_dict().items()}
     safetensors.torch.save_file(names, file)
     state, same, report, _ = op.load(file, module)
-    assert (state, same, report) == (None, module, None)
+    assert (state, same) == (None, module)
+    assert (len(report.kept), report.fresh, report.dropped) == (4, {}, ())
     assert all((each == 3).all() for each in module.state_dict().values())
     inside = {f"{shell}{name}": each for name, each in {"0.weight": np.ones((2, 2)), "0.bias": np.ones(2)}.items()}
     flat = {op.Path(name): each for name, each in inside.items()}
@@ -691,6 +694,63 @@ def test_a_later_schema_is_an_error(file: Path) -> None:
         op.load(file)
 
 
+def test_whatever_a_file_holds_beyond_the_model_is_listed(file: Path) -> None:
+    table = np.ones((2, 2))
+    model = {"embed": table, "head": table.T, "ids": np.arange(3), "w": np.ones(2)}
+    rule = {"w": op.SGD(0.1), "**": op.Adam()}
+    op.save(file, op.setup(rule, model), model)
+    for gone, named in (("ids", "not in the model: ids"), ("head", "not in the model: head")):
+        smaller = {name: each for name, each in model.items() if name != gone}
+        with pytest.raises(StateError, match=named):
+            op.load(file, smaller)
+        assert op.load(file, smaller, rename={gone: None}).state is not None
+    # Also where the state has several rules, and none was said to be for new parameters.
+    other = {("trunk" if name == "w" else name): each for name, each in model.items()}
+    with pytest.raises(StateError, match=r"missing in it: trunk.*not in the model: w"):
+        op.load(file, other)
+
+
+def test_of_a_file_of_another_tool_a_report_tells_what_became_of_each_parameter(file: Path) -> None:
+    safetensors.numpy.save_file({"a": np.ones(2), "b": np.ones(3), "x": np.ones(1)}, file)
+    model = {"a": np.zeros(2), "b": np.zeros(4), "c": np.zeros(1)}
+    with pytest.raises(StateError, match="missing in it: c; not in the model: x; changed: b"):
+        op.load(file, model)
+    values, report = op.load(file, model, strict=False)[1:3]
+    assert values["a"].tolist() == [1.0, 1.0]
+    assert report.as_dict()["fresh"] == {"c": "not in the file", "b": "shape [3] -> [4]"}
+    assert (report.kept, report.dropped) == ((op.Path("a"),), (op.Path("x"),))
+    with pytest.raises(StateError, match="holds values and no state; resize and rule are for states"):
+        op.load(file, model, resize="pad")
+    with pytest.raises(StateError, match="rename and resize are for the model"):
+        op.load(file, rename={"a": "b"})
+    with pytest.raises(ModelError, match="load takes the name of a file and then the model, and not dict first"):
+        op.load(model, file)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "3", "{}", '{"tensors": 3}', '{"tensors": {"w": 1}}', "[" * 100_000, '{"tensors": {}}'])
+def test_documents_that_are_none_are_errors_for_all_who_read_them(text: str, file: Path) -> None:
+    checksum = xxhash.xxh3_128_hexdigest(text.encode())
+    safetensors.numpy.save_file({}, file, metadata={"optimisers": text, "optimisers.checksum": checksum})
+    for read in (
+        op.load,
+        inspect.contents_of,
+        lambda file: inspect.rename(file, file, {"a": "b"}),
+        lambda file: inspect.misfits(file, file),
+    ):
+        with pytest.raises(OptimiserError):
+            read(file)
+
+
+def test_drafts_that_killed_processes_have_left_are_taken_away(file: Path) -> None:
+    old, young, others = (file.with_name(name) for name in (f".{file.name}.draft-1", f".{file.name}.draft-2", ".else.draft-1"))
+    for each in (old, young, others):
+        each.write_bytes(b"")
+    for each in (old, others):
+        os.utime(each, (0, 0))
+    op.save(file, op.setup(op.Adam(), {"a": np.ones(2)}))
+    assert sorted(each.name for each in file.parent.iterdir()) == sorted([file.name, young.name, others.name])
+
+
 def test_of_a_file_only_other_dtypes_count_as_converted(backend: Backend, file: Path) -> None:
     model = {"a": backend.array([1.0]), "b": backend.array([1.0])}
     op.save(file, op.setup(op.Adam(), model), model)
@@ -728,6 +788,8 @@ def test_extra_data_come_back(backend: Backend, file: Path) -> None:
         "order": rng.permutation(7),
         "seen": (backend.array([1.0, 2.0]), None, True, "näme", float("inf")),
         "best": np.float32(0.5),
+        "python": random.Random(0).getstate(),
+        "turned": np.complex64(1j),
         "": {},
     }
     model = {"a": backend.array(np.ones(2))}
@@ -736,7 +798,9 @@ def test_extra_data_come_back(backend: Backend, file: Path) -> None:
         assert again["rng"] == extra["rng"]
         assert again["order"].tolist() == extra["order"].tolist()
         assert again["seen"][0].tolist() == [1.0, 2.0]
-        assert again["seen"][1:] == [None, True, "näme", float("inf")]
+        assert again["seen"][1:] == (None, True, "näme", float("inf"))
+        assert again["python"] == extra["python"]
+        assert again["turned"] == 1j
         assert (again["epoch"], again["best"], again[""]) == (3, 0.5, {})
     op.save(file, op.setup(op.Adam(), model))
     assert op.load(file).extra is None

@@ -2,6 +2,7 @@
 
 import pickle
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -459,14 +460,49 @@ def test_any_writer_of_scalars_serves() -> None:
     assert writer == [("grad_norm/model", 10.0, 1), ("update_ratio/model", pytest.approx(0.2), 1), ("lr/model", 0.1, 1)]
 
 
-def test_a_writer_that_fails_does_not_lose_the_step() -> None:
+@pytest.mark.parametrize("error", [OSError("No space left on device"), ValueError("I/O operation on closed file")])
+def test_a_writer_that_fails_does_not_lose_the_step(error: Exception) -> None:
     writer = mock.Mock()
-    writer.add_scalar.side_effect = OSError("No space left on device")
+    writer.add_scalar.side_effect = error
     model: Any = {"w": np.ones(2)}
     monitor = op.Monitor(every=1, writer=writer)
     with pytest.warns(op.errors.OptimiserWarning, match="step 1"):
         state, model = monitor.update_(op.setup(op.Descent(0.5), model), model, {"w": np.ones(2)})
     assert (state.step, model["w"].tolist(), len(monitor.recording)) == (1, [0.5, 0.5], 1)
+
+
+@dataclass(frozen=True)
+class Tabled:
+    """A schedule that cannot be hashed."""
+
+    rates: np.ndarray
+
+    def __call__(self, step: Any) -> Any:
+        return float(self.rates[step])
+
+
+def test_a_schedule_that_cannot_be_hashed_reaches_a_writer() -> None:
+    scalars, model = Scalars(), {"w": np.ones(2), "v": np.ones(2)}
+    state = op.setup(op.Descent(Tabled(np.array([0.5, 0.25]))), model)
+    state, _ = op.Monitor(every=1, writer=scalars).update_(state, model, {"w": np.ones(2), "v": np.ones(2)})
+    assert state.step == 1
+
+
+def test_a_file_that_cannot_be_opened_any_more_does_not_end_the_run(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    model: Any = {"w": np.ones(2)}
+    state, monitor = op.setup(op.Descent(0.1), model), op.Monitor(folder / "run.jsonl", every=1)
+    state, model = monitor.update_(state, model, {"w": np.ones(2)})
+    (folder / "run.jsonl").unlink()
+    folder.rmdir()
+    for _ in range(3):
+        with pytest.warns(op.errors.OptimiserWarning, match="cannot be written"):
+            state, model = monitor.update_(state, model, {"w": np.ones(2)})
+    folder.mkdir()
+    state, model = monitor.update_(state, model, {"w": np.ones(2)})
+    assert state.step == 5
+    assert op.Recording.read(folder / "run.jsonl").steps.tolist() == [2, 3, 4, 5]
 
 
 # Itself ---------------------------------------------------------------------------------------------------------------

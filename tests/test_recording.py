@@ -12,9 +12,12 @@ import numpy as np
 import pytest
 
 import optimisers as op
+from optimisers.errors import OptimiserWarning, StateError
 from optimisers.monitoring.lines import Sample, decoded, encoded
 
 KEYS = ["schema", "step", "wall_time", "path", "grad_norm", "update_ratio", "lr", "frozen"]
+
+pytestmark = pytest.mark.filterwarnings("ignore:.* holds samples up to step:optimisers.errors.OptimiserWarning")
 
 
 def sample(step: int, paths: tuple[str, ...] = ("a", "b"), **changes: Any) -> Sample:
@@ -307,3 +310,17 @@ def test_a_path_stays_the_same_when_the_folder_changes(tmp_path: Path, monkeypat
     monkeypatch.chdir(tmp_path / "other")
     monitor.update_(state, model, {"w": np.ones(2)})
     assert op.Recording.read(tmp_path / "run.jsonl").steps.tolist() == [1, 2]
+
+
+def test_a_recording_of_another_model_or_of_an_earlier_run_is_not_passed_over_in_silence(tmp_path: Path) -> None:
+    file = tmp_path / "run.jsonl"
+    run(file, 3)
+    before = file.read_bytes()
+    model = {"other": np.ones(2)}
+    state, monitor = op.setup(op.Descent(0.1), model), op.Monitor(file, every=1)
+    with pytest.raises(StateError, match="holds a recording of another model; give a new file"):
+        monitor.update_(state, model, model)
+    assert file.read_bytes() == before
+    with pytest.warns(OptimiserWarning, match="holds samples up to step 3, and this run begins at 0"):
+        run(file, 1)
+    assert file.read_bytes().startswith(before)

@@ -134,6 +134,7 @@ def _claim(rules: Mapping[Any, Rule], selectors: Mapping[Any, Selector], record:
         if rules[key] != rules[first]:
             raise StateError(
                 f"{here} and {path} are one parameter, but {first!r} gives it {rules[first]!r} and "
-                f"{key!r} gives it {rules[key]!r}; let one selector match both, first in the mapping"
+                f"{key!r} gives it {rules[key]!r}; let one selector match both, first in the mapping: "
+                f'select.path("{here}") | select.path("{path}")'
             )
     return first

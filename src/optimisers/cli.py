@@ -1,8 +1,10 @@
 """The command `optimisers`: its subcommands, and how errors and interruptions end it."""
 
 import argparse
+import io
 import json
 import math
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -16,7 +18,8 @@ from optimisers.errors import OptimiserError
 
 __all__ = ["main"]
 
-FAILED = 1
+DIFFERENT, FAILED = 1, 2
+"""As `diff` ends: what was looked for was found, or something went wrong."""
 INTERRUPTED = 130
 """What a shell expects of a program that Ctrl-C ended: 128 plus the number of the signal."""
 
@@ -42,13 +45,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     - `argv`: the arguments, without the name of the program; by default those of the process.
 
-    **Returns** 0 when all went well, 1 after an error (and where `diff` or `check` found something), 130 after Ctrl-C.
+    **Returns** 0 when all went well, 1 where `diff` or `check` found something, 2 after an error, 130 after Ctrl-C.
 
     **Raises** `SystemExit` with code 2 for arguments that cannot be read, as `argparse` does, and with code 0 after `--help`.
     """
     arguments = _parser().parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # frames of tables, where the terminal lacks them
     try:
-        return arguments.run(arguments)
+        code = arguments.run(arguments)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # Whoever was reading has seen enough; nothing is left to be flushed at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KeyboardInterrupt:
         return INTERRUPTED
     except OptimiserError as error:
@@ -149,7 +160,7 @@ def _diff(arguments: argparse.Namespace) -> int:
         for word, some in found.items():
             for name in some:
                 _say(f"{word:9} {name}{_change(some[name]) if isinstance(some, dict) else ''}")
-    return FAILED if any(found.values()) else 0
+    return DIFFERENT if any(found.values()) else 0
 
 
 def _change(value: Any) -> str:
@@ -176,8 +187,9 @@ def _add_convert(commands: Any) -> None:
     command.add_argument("--model", type=Path, help="the values of the model, where the file has an optimizer alone")
     command.add_argument("--only", choices=("model", "state"), help="what to write, the other left out")
     command.add_argument("--kind", help="the class of the optimizer, where a state dict does not tell: AdamW, SGD, …")
-    command.add_argument("--which", type=_at_least(0), help="the number of the optimizer, where there are several")
+    command.add_argument("--which", type=_at_least(0), help="the number of the optimizer, from 0, where there are several")
     command.add_argument("--names", type=Path, help="a file with the names of the optimizer's parameters in its order, one a line")
+    _add_json(command)
     command.set_defaults(run=_convert)
 
 
@@ -185,14 +197,17 @@ def _convert(arguments: argparse.Namespace) -> int:
     try:
         from optimisers.interop.convert import convert
 
-        names = None if arguments.names is None else arguments.names.read_text("utf-8").splitlines()
+        names = None if arguments.names is None else arguments.names.read_text("utf-8", errors="surrogateescape").splitlines()
         options = {name: getattr(arguments, name) for name in ("model", "kind", "only", "which")}
-        _say(f"{arguments.out}: {convert(arguments.file, arguments.out, names=names, **options)}")
+        written = convert(arguments.file, arguments.out, names=names, **options)
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing not in ("torch", "transformers"):
             raise
         return _fail(f"this file needs {missing}, which is not installed: pip install {missing}")
+    if arguments.json:
+        return _print({"out": str(arguments.out), "written": written}, plain=True)
+    _say(f"{arguments.out}: {written}")
     return 0
 
 
@@ -252,7 +267,7 @@ def _check(arguments: argparse.Namespace) -> int:
     else:
         for line in found or ["it fits"]:
             _say(line)
-    return FAILED if found else 0
+    return DIFFERENT if found else 0
 
 
 _COMMANDS = (_add_demo, _add_show, _add_diff, _add_convert, _add_rename, _add_check)

@@ -47,7 +47,9 @@ class Summary:
         below = "\n".join([*(f"{letter} = {rule}" for letter, rule in self.rules), self.total])
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         for heading in self.headings:
-            table.add_column(heading, justify="left" if heading in _TEXTS else "right", overflow="fold")
+            # Names are read whole: other columns give way first.
+            wrap = heading not in ("parameter", "dtype", "shape")
+            table.add_column(heading, justify="left" if heading in _TEXTS else "right", overflow="fold", no_wrap=not wrap)
         for row in self.rows:
             # Text, not str: paths and rules may hold what rich would read as markup.
             table.add_row(*map(Text, row), style="dim" if row[-1].startswith("frozen") else "")

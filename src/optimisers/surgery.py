@@ -1,12 +1,13 @@
 """A state for a model that has changed, and the state of a model that is made of others."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from optimisers.assignment import RuleFor, check_kind, chooser
 from optimisers.backends.arrays import dtype_name
 from optimisers.errors import PathError, ShapeError, StateError
+from optimisers.leaf import same_value
 from optimisers.model.layout import Alias, Parameter
 from optimisers.model.paths import Path
 from optimisers.model.reading import equal_values, parameters_of
@@ -233,9 +234,7 @@ class Adapting:
             new, own = self._goes_on(record, array, hits) if hits else self._starts(record, array, None, "new")
             records.append(new)
             slots.append(own)
-        dropped = tuple(
-            record.path for at, record in enumerate(self.old.parameters) if at not in self.users and at not in self.merged
-        )
+        dropped = tuple(self._dropped())
         counters, step, memory = self.old.counters, self.old.step, self.old.memory
         self._check_memory(records)
         if "jax" in self.old.layout.libraries and all(record.library != "jax" for record in records):
@@ -246,6 +245,15 @@ class Adapting:
         )
         self._check_detached(state)
         return state.evolved(step=step), Adapted(kept=tuple(self.kept), dropped=dropped, **self.report)
+
+    def _dropped(self) -> Iterator[Path]:
+        """What is not there any more: parameters, and places of others."""
+        places = {path for record, _ in self.found for path in record.paths}
+        for at, record in enumerate(self.old.parameters):
+            if at not in self.users and at not in self.merged:
+                yield record.path
+            else:
+                yield from (path for path in record.paths if self.new_name(path) not in places)
 
     def _check_memory(self, records: list[Parameter]) -> None:
         same = [record.path for record in records] == [record.path for record in self.old.parameters] and not self.report["fresh"]
@@ -391,9 +399,7 @@ class Adapting:
             return chooser(self.rule)(record)
         rules = {rule.key: rule for rule in self.old.rules}
         if len(rules) != 1:
-            raise StateError(
-                f"{record.path} is new, and the state has {len(rules)} rules; say which is for new parameters: adapt(…, rule=…)"
-            )
+            raise StateError(f"{record.path} is new, and the state has {len(rules)} rules; say which is for new parameters: rule=…")
         return next(iter(rules.values())).rule_for(record.shape, record.dtype)
 
 
@@ -522,7 +528,7 @@ def compose(states: Mapping[Any, State], *, step: int | None = None) -> State:
     memory: dict[str, Mapping[str, Any]] = {}
     for name, state in parts.items():
         for member, values in state.memory.items():
-            if memory.setdefault(member, values) != values:
+            if not same_value(memory.setdefault(member, values), values):
                 raise StateError(
                     f"{name}: {member} decides for the whole tree, and stands otherwise than in the others; reset one of them"
                 )

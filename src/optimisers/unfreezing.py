@@ -27,7 +27,8 @@ class Unfreezing:
     - `groups`: selectors, in the order in which they thaw. A parameter that several select belongs to the first of them.
     - `at`: the steps at which they thaw, one for each group; or a number n, for 0, n, 2n, …
 
-    **Raises** `StateError` for steps that do not fit; `PathError`, when called, for a group that is not in the state.
+    **Raises** `StateError` for steps that do not fit, and when called, where nothing would be live; `PathError` for a group that is
+    not in the state.
 
     Example:
         >>> import numpy as np, optimisers as op
@@ -51,6 +52,8 @@ class Unfreezing:
         if listed and _is_step(at) and at:
             steps = range(0, len(groups) * steps, steps)
         fits = listed and isinstance(steps, Sequence) and len(groups) == len(steps) and all(map(_is_step, steps))
+        if not listed:
+            raise StateError(f"Unfreezing takes a list of groups, not {groups!r}")
         if not fits or list(steps) != sorted(steps):
             raise StateError(f"Unfreezing takes groups, and a number of steps or for each group its step, ascending; not at={at!r}")
         object.__setattr__(self, "groups", tuple(groups))
@@ -87,6 +90,11 @@ class Unfreezing:
         # By identity: functions that look alike select different parameters.
         if plan is not self or known != due:
             changes = self._changes(state, due)
+            if due < len(self.at) and not any(not changes.get(at, record.frozen) for at, record in enumerate(state.parameters)):
+                raise StateError(
+                    f"at step {int(state.step)} this plan leaves nothing live, so no step would be counted and nothing ever thaw; "
+                    "let its first group thaw at 0"
+                )
             cache["unfreezing"] = self, due, changes
         return state.with_frozen(changes) if changes else state
 

@@ -152,7 +152,7 @@ def _report(training: Training, out: Path, console: Console, seconds: float) -> 
     console.print("\nGenerated text:\n", style="bold")
     console.print(text)
     console.print()
-    console.print(op.summary(training.state))
+    console.print(op.summary(training.state) if console.is_terminal else str(op.summary(training.state)))
     console.print("The held-out text, in nats per character (in bits):")
     console.print(f"  entropy of single characters  {_nats(unigram)}")
     console.print(f"  loss of the model             {_nats(last.held_out_loss)}, {metrics['below_entropy']:.0%} lower\n")

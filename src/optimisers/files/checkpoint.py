@@ -1,7 +1,7 @@
 """Saving a run and going on with it: `save` and `load`."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,21 +9,22 @@ import numpy as np
 from optimisers.assignment import RuleFor, check_kind, chooser
 from optimisers.backends.arrays import device_of, dtype_name, library_of, memory_of
 from optimisers.errors import ModelError, PathError, StateError, listed
-from optimisers.files.document import described, extra_of, paths_of, read, restored, slot_names, spelled
+from optimisers.files.document import described, extra_of, path_of, paths_of, read, restored, slot_names, spelled
 from optimisers.files.tensors import Contents, write
 from optimisers.model.layout import Parameter
 from optimisers.model.paths import Path
 from optimisers.model.reading import open_with, parameters_of
-from optimisers.model.renaming import Rename, renamer
+from optimisers.model.renaming import Rename, plain_names
 from optimisers.model.slots import converted
 from optimisers.model.ties import SAME, shape_through
-from optimisers.model.torch_nodes import is_parameter, without_shells
+from optimisers.model.torch_nodes import is_parameter
 from optimisers.model.trees import buffers_of, opened
 from optimisers.rules.base import Rule
+from optimisers.rules.descent import Descent
 from optimisers.state import State, check_state, check_whole
 from optimisers.surgery import Adapted, Adapting
 
-__all__ = ["Loaded", "load", "path_of", "save"]
+__all__ = ["Loaded", "load", "save"]
 
 
 class Loaded(NamedTuple):
@@ -33,7 +34,7 @@ class Loaded(NamedTuple):
     - `model`: the model with the values of the file; without a model to put them into, a mapping from spelled paths to NumPy
       arrays, or `None` where the file holds no values.
     - `report`: what became of each parameter, or `None` without a model.
-    - `extra`: what the run kept beside its state, or `None`; arrays in it are NumPy arrays, sequences are lists.
+    - `extra`: what the run kept beside its state, or `None`; arrays in it are NumPy arrays.
     """
 
     state: Any
@@ -57,8 +58,9 @@ def save(file: "str | os.PathLike[str]", state: State, model: Any = None, *, ext
 
     - `file`: where to write.
     - `state`, `model`: the state, and the model to write with it.
-    - `extra`: what else the run needs: nested mappings, sequences, numbers, texts and arrays, such as the epoch, the place in the
-      data, the state of a random generator.
+    - `extra`: what else the run needs: nested mappings, lists, tuples, numbers, texts and arrays, such as the epoch, the place in
+      the data, the state of a random generator. Arrays of any library come back as NumPy arrays, so a state of PyTorch's generator
+      is given back with `torch.set_rng_state(torch.from_numpy(extra["rng"]))`.
 
     **Raises** `ModelError` for a model that is not the state's, `TieError` where tied places hold different values, `DtypeError`
     for a dtype that safetensors lacks, `StateError` for what no file can hold, `OSError` as writing does. The old file is whole
@@ -128,6 +130,10 @@ def load(
 
     Example: see `save`.
     """
+    if not isinstance(file, (str, bytes, os.PathLike)):
+        raise ModelError(f"load takes the name of a file and then the model, and not {type(file).__name__} first")
+    if model is None and (rename is not None or resize is not None):
+        raise StateError("load: rename and resize are for the model that the file is to fit; give it")
     contents = read(file, verify=verify)
     if rule is not None:
         check_kind(rule, "load")
@@ -137,9 +143,11 @@ def load(
     places = {path for record, _ in found for path in record.paths} | {path for path, _ in _others(None, model)}
     values = _values(contents)
     names = [*values, *({} if contents.document is None else paths_of(contents.document))]
-    new_name = _plain_names(rename, names, places)
+    new_name = plain_names(rename, names, places)
     there = _renamed(values, new_name)
     if contents.document is None:
+        if resize is not None or rule is not None:
+            raise StateError(f"{file} holds values and no state; resize and rule are for states")
         return _values_alone(file, model, there, strict)
     records = {path: record for record, _ in found for path in record.paths}
     choose = None if rule is None else chooser(rule)
@@ -151,13 +159,16 @@ def load(
 
     extra = extra_of(contents, file)
     old = restored(contents.document, contents.arrays, None if choose is None else given, file)
-    adapting = Adapting(old, found, new_name, resize, rule, file_values=values)
+    # Strictly nothing may be new, so any rule will do until that is told.
+    for_new = Descent() if strict and rule is None else rule
+    adapting = Adapting(old, found, new_name, resize, for_new, file_values=values)
     state, report = adapting.done()
     if strict:
         _check_fit(file, report, {path for path in report.dropped if new_name(path) is None}, resized=resize is not None)
     if contents.document.get("values") is not True:
         return Loaded(state, model, report, extra)
-    others = _others_in(file, dict(_others(state, model)), there, strict)
+    known = places | {each for path in old.layout.index if (each := new_name(path)) is not None}
+    others = _others_in(file, dict(_others(state, model)), there, strict, known)
     return Loaded(state, _put(model, adapting.carried, others), report, extra)
 
 
@@ -167,14 +178,6 @@ def _values(contents: Contents) -> dict[Path, np.ndarray]:
         return {path_of(name): array for name, array in contents.arrays.items()}
     slots = slot_names(contents.document)
     return {Path(name): array for name, array in contents.arrays.items() if name not in slots and not name.startswith("/")}
-
-
-def path_of(name: str) -> Path:
-    """A name of another tool as a path."""
-    try:
-        return Path(name)
-    except PathError:
-        return Path((name,))
 
 
 def _without_model(contents: Contents, rule: "RuleFor | None", file: Any) -> Loaded:
@@ -207,19 +210,6 @@ def _renamed(values: Mapping[Path, Any], new_name: Callable[[Path], Path | None]
     return found
 
 
-def _plain_names(rename: Rename, names: Any, places: Any) -> Any:
-    """The renaming that is asked for; then shells in front of names go, where that makes them names of the model."""
-    asked = renamer(rename, names)
-
-    def new_name(path: Path) -> Path | None:
-        new = asked(path)
-        if new is None or new in places:
-            return new
-        return next((bare for bare in without_shells(new) if bare in places), new)
-
-    return new_name
-
-
 def _check_fit(file: Any, report: Adapted, given_up: set[Path], *, resized: bool) -> None:
     problems = {
         "missing in it": [str(path) for path, reason in report.fresh.items() if reason == "new"],
@@ -239,7 +229,9 @@ def _raise(file: Any, problems: Mapping[str, list[str]]) -> None:
         raise StateError(f"{file} does not fit the model; {listed(problems)}; load(…, strict=False) keeps what fits")
 
 
-def _others_in(file: Any, here: Mapping[Path, Any], there: Mapping[Path, Any], strict: bool) -> dict[Path, Any]:
+def _others_in(
+    file: Any, here: Mapping[Path, Any], there: Mapping[Path, Any], strict: bool, known: Collection[Path]
+) -> dict[Path, Any]:
     """Values for the arrays of a model that are no parameters."""
     fits = {path: there[path] for path, array in here.items() if path in there and tuple(array.shape) == there[path].shape}
     narrowed = [path for path, array in fits.items() if not _holds(dtype_name(here[path]), array.dtype.name)]
@@ -248,6 +240,7 @@ def _others_in(file: Any, here: Mapping[Path, Any], there: Mapping[Path, Any], s
             file,
             {
                 "missing in it": [str(path) for path in here if path not in there],
+                "not in the model": [str(path) for path in there if path not in known and path not in here],
                 "changed": [f"{path} (shape)" for path in here if path in there and path not in fits],
                 "of another dtype": [f"{path} ({there[path].dtype.name} -> {dtype_name(here[path])})" for path in narrowed],
             },
@@ -263,26 +256,40 @@ def _holds(here: str, there: str) -> bool:
 
 def _values_alone(file: Any, model: Any, there: Mapping[Path, Any], strict: bool) -> Loaded:
     """The values of a file of another tool. Of tied places one is enough."""
-    parameters, missing, changed = [], [], []
+    parameters, missing = [], []
+    unfit: dict[Path, str] = {}
     rest = dict(_others(None, model))
-    unknown = [str(path) for path in there if path not in rest]
+    unknown = [path for path in there if path not in rest]
+    known = {*rest, *unknown}
     for record, _ in parameters_of(model):
         seen = [(path, view) for path, view in ((record.path, SAME), *(each[:2] for each in record.aliases)) if path in there]
         for path in record.paths:
             rest.pop(path, None)
         if not seen:
-            missing.append(str(record.path))
+            missing.append(record.path)
             continue
         path, view = seen[0]
         if not _holds(record.dtype, there[path].dtype.name):
-            changed.append(f"{path} ({there[path].dtype.name} -> {record.dtype})")
+            unfit[record.path] = f"{there[path].dtype.name} -> {record.dtype}"
         elif there[path].shape != shape_through(view, record.shape):
-            changed.append(f"{path} (shape {list(there[path].shape)} -> {list(shape_through(view, record.shape))})")
+            unfit[record.path] = f"shape {list(there[path].shape)} -> {list(shape_through(view, record.shape))}"
         else:
             parameters.append((record, converted(view.undo(there[path]), record.dtype, record.library, record.device)))
     if strict:
-        _raise(file, {"missing in it": missing, "not in the model": unknown, "changed": changed})
-    return Loaded(None, _put(model, parameters, _others_in(file, rest, there, strict)), None, None)
+        _raise(
+            file,
+            {
+                "missing in it": list(map(str, missing)),
+                "not in the model": list(map(str, unknown)),
+                "changed": [f"{path} ({reason})" for path, reason in unfit.items()],
+            },
+        )
+    report = Adapted(
+        kept=tuple(record.path for record, _ in parameters),
+        fresh=dict.fromkeys(missing, "not in the file") | unfit,
+        dropped=tuple(unknown),
+    )
+    return Loaded(None, _put(model, parameters, _others_in(file, rest, there, strict, known)), report, None)
 
 
 def _put(model: Any, parameters: Iterable[tuple[Parameter, Any]], others: Mapping[Path, Any]) -> Any:

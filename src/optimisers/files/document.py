@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from optimisers.errors import OptimiserError, StateError
+from optimisers.errors import OptimiserError, PathError, StateError
 from optimisers.files import plain_data, tensors
 from optimisers.files.plain_rules import plain_value, rule_as_data, rule_from_data
 from optimisers.files.tensors import Contents
@@ -16,7 +16,19 @@ from optimisers.rules.base import Rule
 from optimisers.rules.program import program_of
 from optimisers.state import State
 
-__all__ = ["SCHEMA", "described", "extra_of", "paths_of", "read", "record_of", "restored", "slot_name", "slot_names", "spelled"]
+__all__ = [
+    "SCHEMA",
+    "described",
+    "extra_of",
+    "path_of",
+    "paths_of",
+    "read",
+    "record_of",
+    "restored",
+    "slot_name",
+    "slot_names",
+    "spelled",
+]
 
 SCHEMA = 2
 _MIGRATIONS: Mapping[int, Callable[[dict[str, Any]], dict[str, Any]]] = {1: lambda document: {**document, "extra": None}}
@@ -26,6 +38,14 @@ _MIGRATIONS: Mapping[int, Callable[[dict[str, Any]], dict[str, Any]]] = {1: lamb
 def slot_name(path: Path, slot: str) -> str:
     """The name of a slot in a file. Paths quote their slashes, so the last one divides."""
     return f"{spelled(path)}/{slot}"
+
+
+def path_of(name: str) -> Path:
+    """A name of another tool as a path."""
+    try:
+        return Path(name)
+    except PathError:
+        return Path((name,))
 
 
 def slot_names(document: Any) -> set[str]:

@@ -1,18 +1,19 @@
 """Looking at files: what is in one, how two differ, whether one fits another; and their names changed. Rules may be code here."""
 
 import os
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from optimisers.errors import PathError, StateError
-from optimisers.files.document import read, record_of, spelled
+from optimisers.files.document import path_of, read, record_of, slot_name, slot_names, spelled
 from optimisers.files.tensors import Contents, write
 from optimisers.leaf import letter_of, size_of
+from optimisers.model.layout import Parameter
 from optimisers.model.paths import Path
-from optimisers.model.renaming import renamer
+from optimisers.model.renaming import plain_names, renamer
+from optimisers.model.ties import SAME, View, shape_through
 from optimisers.report import Summary
 
 __all__ = ["contents_of", "diff", "misfits", "rename", "shown"]
@@ -35,11 +36,11 @@ def contents_of(file: "str | os.PathLike[str]") -> dict[str, Any]:
         return {"schema": None, "parameters": [], "arrays": others, "totals": {"parameters": 0, "elements": 0, "bytes": total}}
     try:
         parameters = [_parameter(entry, contents) for entry in contents.document["parameters"]]
-        document = {key: contents.document[key] for key in ("schema", "step", "memory")}
+        document = {key: contents.document[key] for key in ("schema", "step", "memory", "excluded", "detached")}
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:
         raise StateError(f"{file}: the document in it describes no state ({type(error).__name__}: {error})") from error
     for entry in parameters:
-        for name in [entry["path"], *(f"{entry['path']}/{slot}" for slot in entry["slots"])]:
+        for name in [entry["path"], *(slot_name(Path(entry["path"]), slot) for slot in entry["slots"])]:
             others.pop(name, None)
     totals = {
         "parameters": len(parameters),
@@ -69,7 +70,7 @@ def _parameter(entry: Mapping[str, Any], contents: Contents) -> dict[str, Any]:
         "ties": [spelled(alias.path) for alias in record.aliases],
         "masked": sorted(map(spelled, record.masked)),
         "slots": slots,
-        "bytes": sum(contents.arrays[f"{path}/{slot}"].nbytes for slot in slots),
+        "bytes": sum(contents.arrays[slot_name(record.path, slot)].nbytes for slot in slots),
     }
 
 
@@ -122,6 +123,7 @@ def diff(first: "str | os.PathLike[str]", second: "str | os.PathLike[str]") -> d
     - `added`, `gone`: names of arrays; `reshaped`: names with both shapes, `cast`: with both dtypes.
     - `moved`: for arrays of other values the greatest change, and the length of the change relative to that of the old values.
     - `changed`: for parameters what else is different: rule, count, flags, ties.
+    - `run`: the count of steps, what rules keep for the whole tree, what does not train, where it is different: both.
     - `extra`: what else the runs kept, where it is different: both.
     """
     a, b = read(first), read(second)
@@ -132,6 +134,7 @@ def diff(first: "str | os.PathLike[str]", second: "str | os.PathLike[str]") -> d
         "cast": {},
         "moved": {},
         "changed": {},
+        "run": {},
         "extra": {},
     }
     for name in sorted(a.arrays.keys() & b.arrays.keys()):
@@ -144,11 +147,15 @@ def diff(first: "str | os.PathLike[str]", second: "str | os.PathLike[str]") -> d
             found["moved"][name] = _distance(old, new)
     both = [contents_of(each) for each in (first, second)]
     facts = [{entry["path"]: entry for entry in each["parameters"]} for each in both]
-    for path in facts[0].keys() & facts[1].keys():
+    for path in sorted(facts[0].keys() & facts[1].keys()):
         keys = ("rule", "step", "frozen", "frozen_rows", "ties", "masked")
         own = {key: [facts[0][path][key], facts[1][path][key]] for key in keys if facts[0][path][key] != facts[1][path][key]}
         if own:
             found["changed"][path] = own
+    for key in ("step", "memory", "excluded", "detached"):
+        pair = [each.get(key) for each in both]
+        if pair[0] != pair[1]:
+            found["run"][key] = pair
     extras = [each.get("extra") for each in both]
     extras = [each if isinstance(each, dict) else {} if each is None else {"extra": each} for each in extras]
     for key in sorted(extras[0].keys() | extras[1].keys()):
@@ -177,28 +184,32 @@ def _norm(array: np.ndarray) -> float:
 
 def misfits(file: "str | os.PathLike[str]", model: "str | os.PathLike[str]") -> list[str]:
     """What of a file does not fit the model whose values another file holds; nothing, when it fits."""
-    mine = contents_of(file)
-    theirs = {name: list(array.shape) for name, array in read(model).arrays.items() if not _is_slot(name)}
-    known = contents_of(model)
-    aliases = {alias for entry in known["parameters"] for alias in entry["ties"]}
-    theirs |= {entry["path"]: entry["shape"] for entry in known["parameters"]}
+    mine, there = contents_of(file), read(model)
     if not mine["parameters"]:
         raise StateError(f"{file} holds no state")
-    found = []
-    for entry in mine["parameters"]:
-        places = [entry["path"], *entry["ties"]]
-        place = next((path for path in places if path in theirs), None)
-        if place is None:
-            found += [] if aliases.intersection(places) else [f"{entry['path']}: not in the model"]
-        elif place == entry["path"] and theirs[place] != entry["shape"]:
-            found.append(f"{place}: shape {entry['shape']} in the state, {theirs[place]} in the model")
-    states = {path for entry in mine["parameters"] for path in (entry["path"], *entry["ties"])} | set(mine["arrays"])
-    found += [f"{name}: in the model, without a state" for name in theirs if name not in states]
-    return found
+    slots = set() if there.document is None else slot_names(there.document)
+    shapes = {path_of(name): array.shape for name, array in there.arrays.items() if name not in slots and not name.startswith("/")}
+    for record in () if there.document is None else map(record_of, there.document["parameters"]):
+        shapes |= {path: shape_through(view, record.shape) for path, view in _places(record)}
+    records = list(map(record_of, read(file, verify=False).document["parameters"]))
+    # As loading does, without the shells that DataParallel and torch.compile put in front.
+    plain = plain_names(None, {path for record in records for path in record.paths}, shapes.keys())
+    found, known = [], {plain(Path(name)) for name in mine["arrays"]}
+    for record in records:
+        here = {plain(path) or path: shape_through(view, record.shape) for path, view in _places(record)}
+        known |= here.keys()
+        if not here.keys() & shapes.keys():
+            found.append(f"{record.path}: not in the model")
+        found += [
+            f"{path}: shape {list(shape)} in the state, {list(shapes[path])} in the model"
+            for path, shape in here.items()
+            if path in shapes and tuple(shapes[path]) != tuple(shape)
+        ]
+    return found + [f"{path}: in the model, without a state" for path in shapes if path not in known]
 
 
-def _is_slot(name: str) -> bool:
-    return re.search(r'/[^"/]+$', name) is not None
+def _places(record: Parameter) -> list[tuple[Path, View]]:
+    return [(record.path, SAME), *((alias.path, alias.view) for alias in record.aliases)]
 
 
 # Names ----------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from optimisers.model.slots import to_numpy
 
 __all__ = ["as_data", "from_data"]
 
-_ARRAY = "/array"
+_ARRAY, _TUPLE = "/array", "/tuple"
 
 
 def as_data(value: Any, keep: Callable[[Any], str], where: str = "extra") -> Any:
@@ -20,18 +20,19 @@ def as_data(value: Any, keep: Callable[[Any], str], where: str = "extra") -> Any
     **Raises** `StateError` for anything else, naming where it stands.
 
     >>> as_data({"epoch": 3, "rates": (0.1, 0.2)}, keep=str)
-    {'epoch': 3, 'rates': [0.1, 0.2]}
+    {'epoch': 3, 'rates': {'/tuple': [0.1, 0.2]}}
     """
     if isinstance(value, Mapping):
         for key in value:
-            if not isinstance(key, str) or key == _ARRAY:
+            if not isinstance(key, str) or key in (_ARRAY, _TUPLE):
                 raise StateError(f"{where}: {key!r} cannot be a key in a file; use other strings")
         return {key: as_data(each, keep, f"{where}[{key!r}]") for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [as_data(each, keep, f"{where}[{at}]") for at, each in enumerate(value)]
+        parts = [as_data(each, keep, f"{where}[{at}]") for at, each in enumerate(value)]
+        return parts if isinstance(value, list) else {_TUPLE: parts}
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         array = _readable(value, where)
-        return array.item() if array.shape == () else {_ARRAY: keep(array)}
+        return array.item() if array.shape == () and array.dtype.kind != "c" else {_ARRAY: keep(array)}
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     raise StateError(f"{where} is a {type(value).__name__}; a file holds mappings, lists, numbers, texts and arrays")
@@ -51,10 +52,14 @@ def _readable(array: Any, where: str) -> np.ndarray:
 
 
 def from_data(data: Any, array: Callable[[str], Any]) -> Any:
-    """What `as_data` was given, its sequences as lists.
+    """What `as_data` was given.
 
     **Arguments:** `array`: from the name of an array to it.
     """
+    if isinstance(data, Mapping) and _ARRAY in data:
+        return array(data[_ARRAY])
+    if isinstance(data, Mapping) and _TUPLE in data:
+        return tuple([from_data(each, array) for each in data[_TUPLE]])
     if isinstance(data, Mapping):
-        return array(data[_ARRAY]) if _ARRAY in data else {key: from_data(each, array) for key, each in data.items()}
+        return {key: from_data(each, array) for key, each in data.items()}
     return [from_data(each, array) for each in data] if isinstance(data, list) else data

@@ -1,22 +1,19 @@
 """Named arrays and a document in a safetensors file: written so that a crash leaves the old file whole, read by mapping it."""
 
-import contextlib
-import errno
 import json
 import os
 import struct
-import tempfile
 from collections.abc import Iterator, Mapping
-from pathlib import Path as File
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from optimisers.backends.arrays import dtype_name, numpy_dtype
 from optimisers.errors import DtypeError, StateError
+from optimisers.files.replacing import replacing
 from optimisers.model.slots import to_numpy
 
-__all__ = ["DTYPES", "Contents", "read", "replacing", "write"]
+__all__ = ["DTYPES", "Contents", "read", "write"]
 
 _KEY, _SUM = "optimisers", "optimisers.checksum"
 _METADATA = "__metadata__"
@@ -96,32 +93,6 @@ def write(file: "str | os.PathLike[str]", arrays: Mapping[str, Any], document: M
             raise OSError(f"{file}: cannot be written: {error}") from error
 
 
-@contextlib.contextmanager
-def replacing(file: "str | os.PathLike[str]") -> Iterator[str]:
-    """The name of a file to write, which then takes the place of another one; if writing it fails, the old one stays.
-
-    **Raises** `OSError` where no file can be made.
-    """
-    target = File(os.path.realpath(file))  # a link stays one
-    if target.is_dir():
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(file))
-    if not target.parent.is_dir():
-        raise FileNotFoundError(errno.ENOENT, "there is no such folder", str(target.parent))
-    handle, name = tempfile.mkstemp(prefix=".optimisers-", suffix=".tmp", dir=target.parent)
-    os.close(handle)
-    try:
-        yield name
-        _keep_mode(name, target)
-        _flush(name)
-        os.replace(name, target)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise
-    with contextlib.suppress(OSError):  # not every file system lets folders be flushed
-        _flush(target.parent)
-
-
 def _as_bytes(name: str, array: Any) -> tuple[np.ndarray, str]:
     """The contiguous memory of an array as NumPy sees it, and the name of its dtype."""
     dtype = dtype_name(array)
@@ -138,25 +109,6 @@ def _checksum(array: np.ndarray) -> str:
 
     flat = array.reshape(-1).view(np.uint8) if array.size else np.empty(0, np.uint8)
     return xxhash.xxh3_128_hexdigest(flat.data)
-
-
-def _keep_mode(name: str, target: File) -> None:
-    """The rights of the old file, or those that a new file gets."""
-    try:
-        mode = target.stat().st_mode & 0o777
-    except FileNotFoundError:
-        mask = os.umask(0)
-        os.umask(mask)
-        mode = 0o666 & ~mask
-    os.chmod(name, mode)
-
-
-def _flush(name: "str | os.PathLike[str]") -> None:
-    handle = os.open(name, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 # Reading --------------------------------------------------------------------------------------------------------------
@@ -177,9 +129,14 @@ def read(file: "str | os.PathLike[str]", *, verify: bool = True) -> Contents:
     text = metadata.get(_KEY, "")
     if metadata.get(_SUM) != _checksum(np.frombuffer(text.encode(), np.uint8)):
         raise StateError(f"{file}: the document in it is damaged: its checksum is another one")
-    document = json.loads(text)
-    table = document.pop("tensors")
-    arrays = dict(_as_written(file, arrays, table))
+    try:
+        document = json.loads(text)
+        table = document.pop("tensors")
+        arrays = dict(_as_written(file, arrays, table))
+    except StateError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise StateError(f"{file}: the document in it describes no arrays ({type(error).__name__}: {error})") from error
     if verify:
         for name, (_, _, expected) in table.items():
             if _checksum(arrays[name]) != expected:
@@ -196,7 +153,8 @@ def _header(file: "str | os.PathLike[str]") -> tuple[dict[str, Any], int]:
             size = struct.unpack("<Q", opened.read(8))[0]
             return json.loads(opened.read(size)), 8 + size
     except SafetensorError as error:
-        raise StateError(f"{file} is no safetensors file, or is damaged: {error}") from None
+        hint = "; files of PyTorch are for `optimisers convert`" if str(file).endswith((".pt", ".pth", ".bin", ".ckpt")) else ""
+        raise StateError(f"{file} is no safetensors file, or is damaged: {error}{hint}") from None
     except (ValueError, struct.error, RecursionError) as error:
         raise StateError(f"{file}: its header cannot be read: {error}") from None
 

@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 
 from optimisers.backends.arrays import dtype_name, library_of
 from optimisers.errors import PathError, StateError, listed
-from optimisers.files.checkpoint import load, path_of, save
-from optimisers.files.tensors import read, replacing, write
+from optimisers.files.checkpoint import load, save
+from optimisers.files.document import path_of
+from optimisers.files.replacing import replacing
+from optimisers.files.tensors import read, write
 from optimisers.model.reading import parameters_of
 from optimisers.model.slots import converted
 from optimisers.model.ties import SAME
@@ -18,8 +20,8 @@ from optimisers.surgery import adapt
 
 __all__ = ["convert"]
 
-TORCH = (".pt", ".pth", ".bin", ".ckpt")
-"""How the names of files of `torch.save` end."""
+TORCH = (".pt", ".pth", ".bin")
+"""How the names of state dicts of `torch.save` end; a checkpoint of Lightning, which is read alone, ends in `.ckpt`."""
 
 
 class _Found(NamedTuple):
@@ -87,8 +89,12 @@ def _read(
     file: Any, model: Any = None, kind: str | None = None, names: Sequence[str] | None = None, which: int | None = None
 ) -> _Found:
     if File(file).is_dir():
+        if model is not None or which is not None:
+            raise StateError(f"{file} is a folder of the Trainer, with its model and one optimizer; leave model and which out")
         return _read_trainer(file, kind, names)
-    if File(file).suffix not in TORCH:
+    if File(file).suffix not in (*TORCH, ".ckpt"):
+        if model is not None or kind is not None or names is not None or which is not None:
+            raise StateError(f"{file} tells itself what it holds; model, kind, names and which are for files of PyTorch")
         contents = read(file)
         if model is not None:
             raise StateError(f"{file} names its parameters itself; --model is for the state dict of an optimizer")

@@ -199,7 +199,10 @@ def _check_scalar(kind: str, name: str, value: Any) -> None:
         and name != "hyperparams"
         and any(np.any(each) for each in _arrays(value).values())
     ):
-        raise StateError(f"the state of Optax keeps {name} ({kind}), which no rule here does; take it over without")
+        raise StateError(
+            f"the state of Optax keeps {name} ({kind}), which no rule here does; Adam, AdamW, SGD with momentum and Lion are "
+            "taken over"
+        )
 
 
 def _counts(node: Any) -> Iterator[int]:

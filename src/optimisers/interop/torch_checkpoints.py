@@ -114,7 +114,7 @@ def optimizer_in(file: "str | os.PathLike[str]", which: int | None = None) -> tu
         raise StateError(f"{file} holds {len(several)} optimizers; say which, by its number")
     which = which or 0
     if not 0 <= which < len(several):
-        raise StateError(f"{file} holds {len(several)} optimizers, and number {which} is none of them")
+        raise StateError(f"{file} holds {len(several)} optimizer{'s' * (len(several) != 1)}, and number {which} is none of them")
     # With several optimizers, the count is that of their steps together.
     return several[which], found.get("global_step") if len(several) == 1 else None
 

@@ -6,8 +6,9 @@ from typing import Any, TypeAlias
 
 from optimisers.errors import PathError, suggest
 from optimisers.model.paths import Path
+from optimisers.model.torch_nodes import without_shells
 
-__all__ = ["Rename", "renamer"]
+__all__ = ["Rename", "plain_names", "renamer"]
 
 Rename: TypeAlias = Mapping[Any, Any] | Callable[[Path], Any] | None
 """From old paths to new ones: a mapping from branches (or regular expressions over spelled paths) to branches, or a function from a
@@ -69,3 +70,16 @@ def _as_path(new: Any, old: Path) -> Path | None:
 
 def _branches(paths: Collection[Path]) -> set[str]:
     return {str(Path(path[:depth])) for path in paths for depth in range(1, len(path) + 1)}
+
+
+def plain_names(rename: Rename, names: Collection[Path], places: Collection[Path]) -> Callable[[Path], Path | None]:
+    """The renaming that is asked for; then shells in front of names go, where that makes them names of the model."""
+    asked = renamer(rename, names)
+
+    def new_name(path: Path) -> Path | None:
+        new = asked(path)
+        if new is None or new in places:
+            return new
+        return next((bare for bare in without_shells(new) if bare in places), new)
+
+    return new_name

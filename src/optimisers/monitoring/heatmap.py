@@ -1,21 +1,20 @@
 """Heat maps of a recording: parameters by steps, as a picture (PNG, with Matplotlib) or a page (HTML, which needs nothing else)."""
 
-import contextlib
 import io
 import math
 import os
-import tempfile
 from pathlib import Path as File
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from optimisers.errors import StateError
+from optimisers.files.replacing import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from optimisers.monitoring.recording import Recording
+from optimisers.monitoring.recording import Recording
 
 __all__ = ["Scale", "draw", "edges_of", "scale_of"]
 
@@ -37,27 +36,8 @@ def draw(recording: "Recording", file: "str | os.PathLike[str]", quantity: str) 
         content = page(recording, quantity).encode()
     else:
         raise StateError(f"{os.fspath(file)}: a heat map is drawn into a .png or an .html; give the file one of these endings")
-    _replace(File(file), content)
-
-
-def _replace(target: File, content: bytes) -> None:
-    """Write a file so that the old one is there until the new one is whole."""
-    handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
-    try:
-        with open(handle, "wb") as draft:
-            draft.write(content)
-        os.chmod(name, 0o666 & ~_umask())
-        os.replace(name, target)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+    with replacing(file) as draft:
+        File(draft).write_bytes(content)
 
 
 # Scales ---------------------------------------------------------------------------------------------------------------

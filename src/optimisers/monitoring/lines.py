@@ -159,8 +159,12 @@ class SampleFile:
 
         **Raises** `OSError` where that cannot be, `StateError` for a file of something else.
         """
-        if self._end is not None:
+        # What a sample is still waiting for is told when it is written.
+        if self._end is not None or self._left:
             return
+        self._find_end()
+
+    def _find_end(self) -> None:
         with open(self.name, "a+b", buffering=0) as file:
             end = file.seek(0, os.SEEK_END)
             start = _start_of_last(file, end)
@@ -178,7 +182,8 @@ class SampleFile:
         """Append a sample, in one write. Where that fails (a full disk), warn, and write it with the next one."""
         data = self._left + encoded(sample)
         try:
-            self.ready()
+            if self._end is None:
+                self._find_end()
             with open(self.name, "ab", buffering=0) as file:
                 try:
                     rest = memoryview(data)

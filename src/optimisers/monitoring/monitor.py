@@ -49,8 +49,8 @@ class Monitor:
     `recording` is what was recorded, a `Recording`. A monitor can be pickled and copied; its `writer` stays behind.
 
     **Raises** `StateError` for an `every` below 1, a writer without `add_scalar`, or a file of something else; `OSError` for a
-    file that cannot be made or written. If writing fails later on, as on a full disk, it warns: the step is taken, and the sample
-    is kept to be written with the next one.
+    file that cannot be made or written; and when it first records, `StateError` for a file of another model. If writing fails later
+    on, as on a full disk, it warns: the step is taken, and the sample is kept to be written with the next one.
 
     Example:
         >>> import numpy as np, optimisers as op, pathlib, tempfile
@@ -79,6 +79,7 @@ class Monitor:
         if self._file is not None:
             self._file.ready()
             self.recording = Recording(self._file.samples())
+        self._begun = False
         # The probe, with the copies that it keeps from sample to sample.
         self._probe: State | None = None
 
@@ -105,7 +106,7 @@ class Monitor:
     def _step(self, state: State, model: Any, grads: Any, *, in_place: bool) -> tuple[State, Any]:
         if not self.due(state):
             return take_step(state, model, grads, in_place=in_place)
-        self._ready()
+        self._ready(state)
         rates = rates_of(state)
         watch = Watch(self._probe_for(state.layout), in_place=in_place)
         new_state, new_model = take_step(state, model, grads, in_place=in_place, watch=watch)
@@ -156,7 +157,7 @@ class Monitor:
             raise StateError("record takes the states before and after one step, and these are of different models")
         if before == after:
             return
-        self._ready()
+        self._ready(state)
         view = open_with(state.layout, model)
         gradients = gather(grads, state.layout, view)
         probe = holding(probe_of(state.layout), view.arrays, gradients, copy=False)
@@ -205,7 +206,7 @@ class Monitor:
             before.clear()
             state = optimizer.op_state
             if self.due(state):
-                self._ready()
+                self._ready(state)
                 arrays = open_with(state.layout, optimizer.module).arrays
                 live = [None if record.frozen else array for record, array in zip(state.parameters, arrays, strict=True)]
                 self._keep(holding(self._probe_for(state.layout), arrays, live, copy=True))
@@ -225,10 +226,24 @@ class Monitor:
 
     # Samples ----------------------------------------------------------------------------------------------------------
 
-    def _ready(self) -> None:
-        """See that a sample can be written, before anything changes."""
-        if self._file is not None:
-            self._file.ready()
+    def _ready(self, state: State) -> None:
+        """See that a sample can be written, before anything changes; the first time, that it belongs to what is in the file."""
+        if self._file is None:
+            return
+        if not self._begun and len(self.recording):
+            here = {str(path) for path in state}
+            last = int(self.recording.steps[-1])
+            if here.isdisjoint(self.recording.paths):
+                raise StateError(f"{self._file.name} holds a recording of another model; give a new file")
+            if _count(state) == 0:
+                warnings.warn(
+                    f"{self._file.name} holds samples up to step {last}, and this run begins at 0; from now on they are "
+                    "passed over when it is read",
+                    OptimiserWarning,
+                    stacklevel=4,
+                )
+        self._begun = True
+        self._file.ready()
 
     def _probe_for(self, layout: Layout) -> State:
         """The probe for a layout: the one with copies to write into, as long as they fit."""
@@ -247,7 +262,7 @@ class Monitor:
         if self.writer is not None:
             try:
                 write(self.writer, sample, state, rates)
-            except OSError as error:
+            except Exception as error:  # noqa: BLE001  # a writer may raise whatever it likes
                 # The step has been taken: to raise would lose it.
                 warnings.warn(f"the writer cannot write step {number} ({error})", OptimiserWarning, stacklevel=4)
 

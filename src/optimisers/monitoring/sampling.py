@@ -82,7 +82,15 @@ def write(writer: Any, sample: Sample, state: State, rates: np.ndarray) -> None:
     for at, group in enumerate(_columns(state.layout).groups):
         # Equal schedules are one, so that what is shared does not hang on what two of them happen to return.
         rate = _rate_of(state.rules[group])
-        key = rate if getattr(type(rate), "__hash__", None) else id(rate)
-        if not np.isnan(rates[group]) and key not in seen:
+        if not np.isnan(rates[group]) and (key := _key(rate)) not in seen:
             seen.add(key)
             writer.add_scalar(f"lr/{paths[at]}", float(rates[group]), sample.step)
+
+
+def _key(rate: Any) -> Any:
+    """What stands for a rate in a set: itself, or its identity where it cannot be hashed."""
+    try:
+        hash(rate)
+    except TypeError:
+        return id(rate)
+    return rate
