@@ -4,10 +4,11 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
 COMPARE := .venv-compare
+OLDEST := .venv-oldest
 
 BROWSERS := chromium chromium-browser google-chrome google-chrome-stable
 
-.PHONY: demo test lint types unit coverage docs browser compare clean
+.PHONY: demo test lint types unit coverage docs browser compare oldest soak fuzz clean
 
 demo: $(VENV)/demo.stamp
 	$(RUN)/optimisers demo
@@ -48,6 +49,25 @@ browser:
 		$$as apt-get update -qq && $$as env DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends chromium && exit 0; \
 	fi; \
 	echo "the tests need a browser: install Chromium or Chrome, so that one of these is on the PATH: $(BROWSERS)" >&2; exit 1
+
+# With the oldest versions of all that the library needs; what they say of each other's deprecations is passed over.
+oldest: $(OLDEST)/oldest.stamp
+	$(OLDEST)/bin/python -m pytest -q -n 2 -W ignore::DeprecationWarning -p no:cacheprovider \
+		tests/test_import.py tests/test_trees.py tests/test_ties.py tests/test_state.py tests/test_freezing.py tests/test_rules.py \
+		tests/test_backends.py tests/test_groups.py tests/test_report.py tests/test_cli.py tests/test_files.py tests/test_jax.py
+
+$(OLDEST)/oldest.stamp: pyproject.toml tests/oldest.txt
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/pip install --quiet --upgrade pip
+	$(OLDEST)/bin/pip install --quiet --constraint tests/oldest.txt --editable ".[demo]" --group test
+	touch $@
+
+# 100,000 steps with surgery in between, against plain arithmetic; and a minute of fuzzing for each target.
+soak: $(VENV)/test.stamp
+	$(RUN)/python -m tests.soak 100000
+
+fuzz: $(VENV)/test.stamp
+	for target in path selector names file document command; do $(RUN)/python -m tests.fuzz $$target -max_total_time=60 || exit 1; done
 
 # Other libraries, in an environment of their own.
 compare: $(COMPARE)/compare.stamp

@@ -48,11 +48,11 @@ class Steps:
         return step
 
 
-def _updates(model: Any, grads: Any, effort: Effort, folder: Path) -> dict[str, Timing]:
+def _updates(model: Any, grads: Any, effort: Effort, file: Path) -> dict[str, Timing]:
     """`update_` alone, and with each step sampled."""
     steps = Steps(op.setup(op.AdamW(1e-3), model), model, grads)
     contestants = {PLAIN: steps.plain, MEMORY: steps.sampled(op.Monitor(every=1))}
-    contestants[FILE] = steps.sampled(op.Monitor(folder / "run.jsonl", every=1))
+    contestants[FILE] = steps.sampled(op.Monitor(file, every=1))
     return race(contestants, effort)
 
 
@@ -81,7 +81,7 @@ def _both(sizes: Sizes, effort: Effort, folder: Path, section: str, make: Callab
     timings, figures = {}, []
     for case, label in CASES.items():
         model, grads = (make(filled(shapes_of(case, sizes), seed, scale)) for seed, scale in ((0, 0.02), (1, 0.01)))
-        taken = _updates(model, grads, effort, folder)
+        taken = _updates(model, grads, effort, folder / f"{section}-{case}.jsonl")
         timings |= {f"{label}, {name}": each for name, each in taken.items()}
         figures += _figures(section, label, taken)
     return Outcome(timings, figures)

@@ -71,13 +71,13 @@ class Soak:
         self.made += 1
         return f"{'abc'[self.made % 3]}.p{self.made % 1000}"
 
-    def _model(self, kept: dict[str, Any] | None = None) -> Any:
+    def _model(self, kept: dict[str, Any] | None = None, *, empty: bool = False) -> Any:
         """The nested model of the entries; arrays that are there already stay."""
         tree: dict[str, dict[str, Any]] = {}
         for entry in self.entries:
             array = next((kept[place] for place in entry.places if kept and place in kept), None)
             if array is None or tuple(array.shape) != entry.value.shape:
-                array = self.backend.make(entry.value)
+                array = self.backend.make(np.zeros_like(entry.value) if empty else entry.value)
             for place in entry.places:
                 branch, name = place.split(".")
                 tree.setdefault(branch, {})[name] = array
@@ -223,7 +223,8 @@ class Soak:
     def file(self) -> bool:
         with tempfile.TemporaryDirectory() as folder:
             op.save(Path(folder) / "run", self.state, self.model)
-            self.state, self.model, *_ = op.load(Path(folder) / "run", self.model)
+            # Into a model of zeros, so that the values are those of the file.
+            self.state, self.model, *_ = op.load(Path(folder) / "run", self._model({}, empty=True))
         return True
 
     def copy(self) -> bool:
