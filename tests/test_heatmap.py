@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import optimisers as op
-from optimisers.monitoring.heatmap import edges_of, scale_of
 from optimisers.monitoring.lines import Sample
 from optimisers.monitoring.page import page as page_of
+from optimisers.monitoring.scales import edges_of, scale_of
 from tests.browser import browser, page
 
 __all__ = ["browser", "page"]
@@ -94,8 +94,8 @@ def test_a_gap_between_samples_stays_empty() -> None:
 
 def test_scales_are_logarithmic_but_for_rates_that_hardly_differ() -> None:
     found = recording()
-    assert scale_of(found, "grad_norm").logarithmic
-    assert scale_of(found, "lr") == (0.0, pytest.approx(0.012), False)
+    assert scale_of(found.columns, "grad_norm").logarithmic
+    assert scale_of(found.columns, "lr") == (0.0, pytest.approx(0.012), False)
 
 
 def test_errors_name_the_remedy_and_leave_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +122,7 @@ def test_errors_name_the_remedy_and_leave_the_old_file(tmp_path: Path, monkeypat
 
 def shown(page: Any, found: op.Recording, quantity: str = "grad_norm") -> Any:
     """The page of a recording, drawn."""
-    page.set_content(page_of(found, quantity))
+    page.set_content(page_of(found.columns, quantity))
     page.wait_for_selector("body[data-ready]")
     return page
 
@@ -169,7 +169,7 @@ def test_names_are_text_on_a_page(page: Any) -> None:
     shown(page, recording())
     assert hover(page, 7, 0).splitlines()[0] == ODD
     assert page.locator("body b").count() == 1  # the name that is told
-    assert "<b>&amp;" not in page_of(recording(), "lr")
+    assert "<b>&amp;" not in page_of(recording().columns, "lr")
 
 
 def test_a_page_shows_what_is_frozen_and_what_is_not_finite(page: Any) -> None:
@@ -214,7 +214,7 @@ def test_names_can_be_filtered_and_spans_enlarged(page: Any) -> None:
 def test_a_large_page_is_small_and_quick(page: Any) -> None:
     found = recording(2000, 250)
     # Three numbers for each of half a million cells, of 16 digits to the base of two: far below what their texts take.
-    assert len(page_of(found, "grad_norm")) < 4_500_000
+    assert len(page_of(found.columns, "grad_norm")) < 4_500_000
     shown(page, found)
     assert share(colours(page), BROKEN) > 0
     assert page.evaluate("() => { const start = performance.now(); draw(); return performance.now() - start; }") < 5000

@@ -4,92 +4,55 @@ import io
 import math
 import os
 from pathlib import Path as File
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from optimisers.errors import StateError
 from optimisers.files.replacing import replacing
+from optimisers.monitoring.scales import TITLES, Columns, edges_of, scale_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-from optimisers.monitoring.recording import Recording
+__all__ = ["draw"]
 
-__all__ = ["Scale", "draw", "edges_of", "scale_of"]
-
-TITLES = {"grad_norm": "gradient norm", "update_ratio": "update / weight", "lr": "learning rate"}
 _FROZEN, _BROKEN, _COLOURS = "#b9bec7", "#ff1744", "viridis"
 _LABELS = 60
 _WIDTH = 1500
 _LONGEST = 48
 
 
-def draw(recording: "Recording", file: "str | os.PathLike[str]", quantity: str) -> None:
+def draw(columns: Columns, file: "str | os.PathLike[str]", quantity: str) -> None:
     """Draw a quantity of a recording into a file; its ending tells how."""
     ending = File(file).suffix.lower()
     if ending == ".png":
-        content = _png(recording, quantity)
+        content = _png(columns, quantity)
     elif ending in (".html", ".htm"):
         from optimisers.monitoring.page import page
 
-        content = page(recording, quantity).encode()
+        content = page(columns, quantity).encode()
     else:
         raise StateError(f"{os.fspath(file)}: a heat map is drawn into a .png or an .html; give the file one of these endings")
     with replacing(file) as draft:
         File(draft).write_bytes(content)
 
 
-# Scales ---------------------------------------------------------------------------------------------------------------
-
-
-class Scale(NamedTuple):
-    """How values become colours: between two numbers, by their logarithm or as they are."""
-
-    low: float
-    high: float
-    logarithmic: bool
-
-
-def scale_of(recording: "Recording", quantity: str) -> Scale:
-    """The scale of a quantity: logarithmic, but for learning rates that hardly differ. What is below it has its lowest colour."""
-    values = recording.values(quantity)
-    values = values[np.isfinite(values) & (values > 0)]
-    if not values.size:
-        return Scale(0.0, 1.0, False)
-    low, high = float(values.min()), float(values.max())
-    if quantity == "lr" and high < 100 * low:
-        return Scale(0.0, high, False)
-    low = max(low, high * 1e-10, np.finfo(np.float64).tiny)
-    return Scale(low, high, True) if low < high else Scale(high / math.sqrt(10), min(high * math.sqrt(10), 1e308), True)
-
-
-def edges_of(steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where the cell of each sample begins and ends: half-way to its neighbours, but not across a gap."""
-    if len(steps) == 1:
-        return steps - 0.5, steps + 0.5
-    gaps = np.diff(steps).astype(np.float64)
-    before, after = np.concatenate([gaps[:1], gaps]), np.concatenate([gaps, gaps[-1:]])
-    left = np.where(before > 2 * after, after, before) / 2
-    right = np.where(after > 2 * before, before, after) / 2
-    return steps - left, steps + right
-
-
 # A picture ------------------------------------------------------------------------------------------------------------
 
 
-def _png(recording: "Recording", quantity: str) -> bytes:
+def _png(columns: Columns, quantity: str) -> bytes:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("a heat map as PNG needs Matplotlib: pip install matplotlib; one as .html does not") from error
-    rows = len(recording.paths)
+    rows = len(columns.paths)
     figure = Figure(figsize=(11, min(14.0, max(2.6, 1.7 + 0.19 * rows))), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    _cells(axes, recording, quantity)
-    _names(axes, recording.paths)
+    _cells(axes, columns, quantity)
+    _names(axes, columns.paths)
     axes.set_xlabel("step")
     axes.spines[:].set_visible(False)
     axes.set_title(f"{TITLES[quantity]} by parameter and step", loc="left")
@@ -98,17 +61,17 @@ def _png(recording: "Recording", quantity: str) -> bytes:
     return found.getvalue()
 
 
-def _cells(axes: "Axes", recording: "Recording", quantity: str) -> None:
+def _cells(axes: "Axes", columns: Columns, quantity: str) -> None:
     from matplotlib import colormaps
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import LogNorm, Normalize, to_rgba
     from matplotlib.patches import Patch
 
-    values, known, frozen = recording.values(quantity).T, recording.known(quantity).T, recording.frozen.T
+    values, known, frozen = columns.values[quantity], columns.known[quantity], columns.frozen
     broken = known & ~np.isfinite(values)
-    scale = scale_of(recording, quantity)
+    scale = scale_of(columns, quantity)
     colours = ScalarMappable(LogNorm(scale.low, scale.high) if scale.logarithmic else Normalize(scale.low, scale.high), _COLOURS)
-    left, right = edges_of(recording.steps)
+    left, right = edges_of(columns.steps)
     # An image with columns of equal width, whatever the steps between samples: a mesh of so many cells takes long.
     middles = left[0] + (right[-1] - left[0]) * (np.arange(_WIDTH) + 0.5) / _WIDTH
     sample = np.minimum(np.searchsorted(right, middles, side="right"), len(left) - 1)
@@ -123,7 +86,7 @@ def _cells(axes: "Axes", recording: "Recording", quantity: str) -> None:
     bar.outline.set_visible(False)
     # Markers have a size of their own, so that none is lost among thousands of rows.
     rows, at = np.nonzero(broken)
-    axes.scatter(recording.steps[at], rows, s=5, marker="s", color=_BROKEN, linewidths=0, zorder=3)
+    axes.scatter(columns.steps[at], rows, s=5, marker="s", color=_BROKEN, linewidths=0, zorder=3)
     legend = [(frozen, _FROZEN, _FROZEN, "frozen"), (broken, _BROKEN, _BROKEN, "NaN or infinite")]
     legend.append((~(known | frozen), "white", "#999999", "nothing recorded"))
     handles = [Patch(facecolor=face, edgecolor=edge, label=label) for where, face, edge, label in legend if where.any()]

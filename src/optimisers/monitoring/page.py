@@ -4,32 +4,29 @@ import base64
 import json
 import zlib
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from optimisers.monitoring.heatmap import TITLES, edges_of, scale_of
-
-if TYPE_CHECKING:
-    from optimisers.monitoring.recording import Recording
+from optimisers.monitoring.scales import TITLES, Columns, edges_of, scale_of
 
 __all__ = ["page"]
 
 _UNKNOWN, _NAN = np.uint32(0xFFFFFFFF), np.uint32(0x7FC00000)
 
 
-def page(recording: "Recording", quantity: str) -> str:
+def page(columns: Columns, quantity: str) -> str:
     """The page; a quantity is shown first, and others can be chosen."""
-    left, right = edges_of(recording.steps)
+    left, right = edges_of(columns.steps)
     data: dict[str, Any] = {
-        "paths": [path or "(the model)" for path in recording.paths],
-        "steps": recording.steps.tolist(),
+        "paths": [path or "(the model)" for path in columns.paths],
+        "steps": columns.steps.tolist(),
         "left": left.tolist(),
         "right": right.tolist(),
         "shown": quantity,
-        "frozen": _packed(recording.frozen.T.astype(np.uint8)),
+        "frozen": _packed(columns.frozen.astype(np.uint8)),
         "quantities": {
-            name: {"title": title, **scale_of(recording, name)._asdict(), "values": _packed_floats(recording, name)}
+            name: {"title": title, **scale_of(columns, name)._asdict(), "values": _packed_floats(columns, name)}
             for name, title in TITLES.items()
         },
     }
@@ -42,9 +39,9 @@ def _harmless(text: str) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _packed_floats(recording: "Recording", name: str) -> str:
+def _packed_floats(columns: Columns, name: str) -> str:
     """The values as float32 with 16 of its 23 binary digits, byte by byte so that they compress, rows after rows."""
-    values, known = recording.values(name).T, recording.known(name).T
+    values, known = columns.values[name], columns.known[name]
     limit = float(np.finfo(np.float32).max) / 2
     with np.errstate(all="ignore"):
         small = np.where(np.isfinite(values), np.clip(values, -limit, limit), values).astype(np.float32)

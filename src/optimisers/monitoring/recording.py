@@ -8,6 +8,7 @@ import numpy as np
 
 from optimisers.errors import StateError, suggest
 from optimisers.monitoring.lines import QUANTITIES, Sample, SampleFile
+from optimisers.monitoring.scales import Columns
 
 __all__ = ["Recording"]
 
@@ -137,12 +138,18 @@ class Recording:
         **Raises** `StateError` for another name or ending, or where nothing is recorded; `ImportError` without Matplotlib;
         `OSError` as writing does. The old file is whole then.
         """
-        from optimisers.monitoring import heatmap
+        from optimisers.monitoring.heatmap import draw
 
         _row(quantity)
         if not self._samples:
             raise StateError("nothing is recorded yet, so there is nothing to draw; take a step that is sampled first")
-        heatmap.draw(self, file, quantity)
+        draw(self.columns, file, quantity)
+
+    @property
+    def columns(self) -> Columns:
+        """All of it as it is drawn: a row for each parameter."""
+        values, known = ({name: read(name).T for name in QUANTITIES} for read in (self.values, self.known))
+        return Columns(self.paths, self.steps, self.frozen.T, values, known)
 
     # A value ----------------------------------------------------------------------------------------------------------
 
