@@ -23,6 +23,7 @@ TITLES = {
     "rules": "Every rule beside its counterparts",
     "files": "Files",
     "monitor": "Watching",
+    "growth": "Growth",
 }
 SAID = {
     "step": "(a) the shapes of GPT-2 small, 124 M elements; (b) 2,000 arrays of 256 elements; (c) 300 of 768; (d) one of 30 M; "
@@ -33,6 +34,8 @@ SAID = {
     "the time of optimisers, relative to it.",
     "files": "A state and a model of 1.5 GB, against the writer and reader of safetensors on the same arrays.",
     "monitor": "What a `Monitor` adds to a step, as a share of its time.",
+    "growth": "Milliseconds, by the number of parameters of 16 elements, and by that of the elements of one parameter, in float32. "
+    "The roofline is the time in which memory moves what AdamW has to move, seven times the parameter, as fast as a copy does.",
 }
 OURS = "optimisers"
 _BLUE, _RED, _GREY = "#1f5fa8", "#b0452a", "#777777"
@@ -77,7 +80,8 @@ def page(results: Mapping[str, Any]) -> str:
 def _section(name: str, result: Any) -> str:
     title = TITLES.get(name, name.replace("_", " ").capitalize())
     chart = f"![{title}: a chart of the figures below](assets/benchmarks/{name}.svg){{ .chart }}"
-    table = _figures(result["figures"]) if "figures" in result else _times(result["timings"])
+    tables = {"growth": lambda: _growth_tables(result), "figures": lambda: _figures(result["figures"])}
+    table = next((tables[key]() for key in tables if key in result), None) or _times(result["timings"])
     parts = [f"## {title}", SAID.get(name, ""), f"`python -m benchmarks.{name}` on {_machine(result['machine'])}.", chart, table]
     return "\n\n".join(filter(None, parts)) + "\n"
 
@@ -94,6 +98,24 @@ def _figures(figures: Sequence[Any]) -> str:
     verdict = {True: "met", False: "**missed**", None: ""}
     rows = [f"| {each['name']} | {_short(each['value'])} | {_short(each['target'])} | {verdict[each['met']]} |" for each in figures]
     return "\n".join(["| figure | measured | at most | |", "|---|---|---|---|", *rows])
+
+
+def _growth_tables(result: Any) -> str:
+    found = []
+    for kind, sizes in result["growth"].items():
+        who = list(next(iter(sizes.values())))
+        times = {size: [taken[name]["minimum"] for name in who] for size, taken in sizes.items()}
+        if kind == "elements":
+            who.append("roofline")
+            times = {size: [*taken, result["roofline"][size]] for size, taken in times.items()}
+        head = [f"| {kind} | {' | '.join(who)} |", "|---" * (len(who) + 1) + "|"]
+        rows = [f"| {int(size):,} | {' | '.join(map(_milliseconds, taken))} |" for size, taken in times.items()]
+        found.append("\n".join([*head, *rows]))
+    return "\n\n".join(found)
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:,.3g}"
 
 
 def _times(timings: Mapping[str, Any]) -> str:
@@ -127,7 +149,28 @@ def _short(value: float | None) -> str:
 def charts(results: Mapping[str, Any]) -> dict[str, Figure]:
     """The chart of each result."""
     with context(_STYLE):
-        return {name: _aims(each["figures"]) if "figures" in each else _against(each["timings"]) for name, each in results.items()}
+        return {
+            name: _growing(each) if "growth" in each else _aims(each["figures"]) if "figures" in each else _against(each["timings"])
+            for name, each in results.items()
+        }
+
+
+def _growing(result: Any) -> Figure:
+    """Times by size, both logarithmic: a straight line that rises as fast as the size is linear growth."""
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    FigureCanvasSVG(figure)
+    for axis, (kind, sizes) in zip(figure.subplots(1, 2), result["growth"].items(), strict=True):
+        x = [int(size) for size in sizes]
+        for name in next(iter(sizes.values())):
+            axis.plot(x, [taken[name]["minimum"] * 1e3 for taken in sizes.values()], marker="o", markersize=3, label=name)
+        if kind == "elements":
+            axis.plot(x, [result["roofline"][size] * 1e3 for size in sizes], color="black", linestyle="--", label="roofline")
+        axis.set_xscale("log")
+        axis.set_yscale("log")
+        axis.set_xlabel(kind)
+        axis.set_ylabel("milliseconds")
+        axis.legend(frameon=False, fontsize=7)
+    return figure
 
 
 def _aims(figures: Sequence[Any]) -> Figure:
