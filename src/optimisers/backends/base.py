@@ -114,6 +114,10 @@ class Backend(Protocol):
         """For each parameter what reaches one member: the gradient, the parameter and the member's slots."""
         ...
 
+    def watch(self, batch: Batch, length: int) -> bool:
+        """Make the coming `run` of so many members add up `watched`; `False` where it cannot do so on its way."""
+        ...
+
     def run(self, batch: Batch, length: int, *, step: bool) -> tuple[list[Any], list[tuple[Any, ...]]]:
         """Run the first members, and subtract the outcome where `step`; returns the new parameters and slots."""
         ...

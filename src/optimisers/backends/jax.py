@@ -14,11 +14,12 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from optimisers.backends import array_api
+from optimisers.backends.array_api import watch
 from optimisers.backends.arrays import compute_dtype, real_dtype
 from optimisers.backends.base import Batch, check
 from optimisers.backends.namespace import NAMESPACES, Namespace, namespace
 
-__all__ = ["decide", "derive", "prepare", "reached", "row_by_row", "run", "sums", "zeros"]
+__all__ = ["decide", "derive", "prepare", "reached", "row_by_row", "run", "sums", "watch", "zeros"]
 
 row_by_row = True
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from optimisers.backends import array_api, shards, spread
-from optimisers.backends.array_api import derive, element_ranges, moved, reached, through
+from optimisers.backends.array_api import derive, element_ranges, moved, reached, through, watch
 from optimisers.backends.arrays import compute_dtype, namespace_of, real_dtype
 from optimisers.backends.base import Batch, Scalars, check
 from optimisers.backends.lists import Recorder, Tape, Value
@@ -17,7 +17,7 @@ from optimisers.backends.spread import Spread, spread_of
 from optimisers.backends.torch_kernels import Fused, fused_kernel
 from optimisers.rules.program import Member, Program
 
-__all__ = ["Prepared", "decide", "derive", "finish", "like", "prepare", "reached", "row_by_row", "run", "sums", "zeros"]
+__all__ = ["Prepared", "decide", "derive", "finish", "like", "prepare", "reached", "row_by_row", "run", "sums", "watch", "zeros"]
 
 row_by_row = False
 

@@ -200,8 +200,7 @@ class Watch:
             if not job.open:
                 continue
             self.stepped += job.part.members
-            watch = getattr(job.part.backend, "watch", None)
-            if watch is not None and watch(job.batch, job.length):
+            if job.part.backend.watch(job.batch, job.length):
                 self._watched.append(job)
                 continue
             for at in job.part.members:
