@@ -14,7 +14,7 @@ ROOMS = [
     [
         ("a step", "what depends on the layout, what on sums, and the step", "plan decisions update"),
         ("setting up, gradients", "parameters found; gathered, flat, differentiated", "setup gradients differentiate"),
-        ("changing", "another model, other rates, thawing, averages", "surgery groups unfreezing evaluation"),
+        ("changing", "another model, other rates, thawing, averages", "surgery composing groups unfreezing evaluation"),
         ("looking", "a table", "report"),
     ],
     [

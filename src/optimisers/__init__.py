@@ -2,6 +2,7 @@
 
 from optimisers import errors, schedules
 from optimisers.backends.choose import reference_only
+from optimisers.composing import compose
 from optimisers.differentiate import grad, value_and_grad
 from optimisers.evaluation import averaged, evaluation, training
 from optimisers.files.checkpoint import Loaded, load, save
@@ -34,7 +35,7 @@ from optimisers.rules.transforms import AddNoise, CentraliseGrad, ClipAdaptive
 from optimisers.rules.trust import LAMB, LARS
 from optimisers.setup import setup, trainables
 from optimisers.state import State
-from optimisers.surgery import Adapted, adapt, compose
+from optimisers.surgery import Adapted, adapt
 from optimisers.unfreezing import Unfreezing
 from optimisers.update import update, update_
 
