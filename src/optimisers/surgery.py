@@ -203,12 +203,17 @@ class Adapting:
         `jit` makes an array of each place, and so do copies and pickles of NumPy's views. Modules of PyTorch keep their ties.
         """
         first: dict[int, int] = {}
+        for number, (record, _) in enumerate(found):
+            for _, source in self._hits(record)[:1]:
+                # Where the old canonical place still is, it stays the canonical one, and its rows are rows.
+                if source.at not in first or source.path == self.old.parameters[source.at].path:
+                    first[source.at] = number
         merged: list[tuple[Parameter, Any] | None] = list(found)
         for number, (record, array) in enumerate(found):
             hit = next(iter(self._hits(record)), None)
             if record.library == "torch" or hit is None:
                 continue
-            other = first.setdefault(hit[1].at, number)
+            other = first[hit[1].at]
             stays = merged[other]
             if other == number or stays is None:
                 continue
