@@ -22,13 +22,6 @@ from optimisers.interop.convert import convert
 from optimisers.interop.torch_checkpoints import from_checkpoint, optimizer_in, read_checkpoint, trainer_names
 from tests.conftest import leaf
 
-LIGHTNING = [
-    "ignore:The '.*_dataloader' does not have many workers:UserWarning",
-    "ignore:The number of training batches:UserWarning",
-    "ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning",
-]
-lightning_warns = [pytest.mark.filterwarnings(each) for each in LIGHTNING]
-
 
 def _net() -> nn.Sequential:
     torch.manual_seed(0)
