@@ -316,7 +316,7 @@ def test_damaged_checkpoints_are_errors(tmp_path: Path) -> None:
 def test_files_without_an_optimizer_are_errors(held: Any, message: str, tmp_path: Path) -> None:
     torch.save(held, tmp_path / "a.pt")
     with pytest.raises(StateError, match=message):
-        optimizer_in(tmp_path / "a.pt", which=2)
+        optimizer_in(read_checkpoint(tmp_path / "a.pt"), tmp_path / "a.pt", which=2)
 
 
 def test_what_cannot_be_converted_is_an_error_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -96,8 +96,6 @@ def _read(
         if model is not None or kind is not None or names is not None or which is not None:
             raise StateError(f"{file} tells itself what it holds; model, kind, names and which are for files of PyTorch")
         contents = read(file)
-        if model is not None:
-            raise StateError(f"{file} names its parameters itself; --model is for the state dict of an optimizer")
         if contents.document is None:
             return _Found(None, contents.arrays)
         loaded = load(file)
@@ -114,7 +112,7 @@ def _read_torch(file: Any, model: Any, kind: str | None, names: Sequence[str] | 
         raise StateError(f"{file} holds a {type(held).__name__}, and neither an optimizer nor a module")
     if held and all(hasattr(each, "dtype") for each in held.values()):
         return _Found(None, _named(file, held))
-    optimizer, step = optimizer_in(file, which)
+    optimizer, step = optimizer_in(held, file, which)
     if model is not None:
         inside = _read(model)
         if inside.values is None:

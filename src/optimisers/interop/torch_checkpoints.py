@@ -60,8 +60,9 @@ def from_checkpoint(
         >>> from_checkpoint(file, module)
         State(step=1, 2 parameters, AdamW(lr=0.01, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.01))
     """
-    optimizer, taken = optimizer_in(file, which)
-    if names is None and File(_optimizer_file(file)).name == OPTIMIZER and _like_trainers(optimizer["param_groups"], module):
+    place = _optimizer_file(file)
+    optimizer, taken = optimizer_in(read_checkpoint(place), place, which)
+    if names is None and File(place).name == OPTIMIZER and _like_trainers(optimizer["param_groups"], module):
         names = trainer_names(module)
     return from_torch(optimizer, module, kind=kind, names=names, step=taken if step is None else step)
 
@@ -93,19 +94,18 @@ def _like_trainers(groups: Any, module: Any) -> bool:
     return alike and groups[1].get("weight_decay") == 0.0 and [len(group["params"]) for group in groups] == sizes
 
 
-def optimizer_in(file: "str | os.PathLike[str]", which: int | None = None) -> tuple[Mapping[str, Any], int | None]:
-    """The state dict of the optimizer in a checkpoint, and the step that the run had reached, where that is known.
+def optimizer_in(found: Any, file: "str | os.PathLike[str]", which: int | None = None) -> tuple[Mapping[str, Any], int | None]:
+    """The state dict of the optimizer in what was read of a file, and the step that the run had reached, where that is known.
 
-    **Raises** `StateError` where there is none; as `read_checkpoint` does.
+    **Raises** `StateError` where there is none.
     """
-    found = read_checkpoint(_optimizer_file(file))
     if not isinstance(found, Mapping):
         raise StateError(f"{file} holds a {type(found).__name__}, and no state dict of an optimizer")
     nested = [key for key in ("optimizer", "optimizer_state_dict") if isinstance(found.get(key), Mapping)]
     if nested and {"state", "param_groups"} <= found[nested[0]].keys():
         found = found[nested[0]]
     if {"state", "param_groups"} <= found.keys():
-        return found, _step_of_trainer(_optimizer_file(file))
+        return found, _step_of_trainer(file)
     several = found.get("optimizer_states")
     if not isinstance(several, Sequence) or not several:
         inside = ", ".join(map(repr, list(found)[:5])) or "nothing"
