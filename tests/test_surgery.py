@@ -4,6 +4,7 @@ import copy
 import json
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -566,3 +567,15 @@ def test_a_plan_that_would_never_begin_is_an_error() -> None:
         op.Unfreezing(["a", "b"], at=[2, 4])(state)
     with pytest.raises(StateError, match="takes a list of groups, not 'a'"):
         op.Unfreezing("a", at=3)
+
+
+def test_a_declared_tie_keeps_its_canonical_place_though_the_other_comes_first(tmp_path: Path) -> None:
+    w = np.ones((1, 4))
+    model = {"a": np.ones((1, 4)), "t": np.ones((1, 4))}
+    state = op.setup(op.Adam(), model).tie("a", "t").freeze("t", rows=[0])
+    for shared in (model, {"a": w, "t": w}):
+        new, report = op.adapt(state, shared)
+        assert new == state
+        assert (list(map(str, report.kept)), report.tied, report.untied) == (["t"], {}, {})
+        op.save(tmp_path / "run", state, shared)
+        assert op.load(tmp_path / "run", shared).state == state

@@ -175,7 +175,7 @@ class Adapting:
         for path in self.excluded & self.sources.keys():
             raise PathError(f"rename: {self.sources[path].path} and what did not train would both be called {path}")
         found = [each for each in found if not self.excluded.issuperset(each[0].paths)]
-        self.found = self._with_old_ties(found)
+        self.found = [self._rooted(*each) for each in self._with_old_ties(found)]
         self.policy = _policies(resize, [record for record, _ in self.found])
         self.rules: list[Rule] = list(state.rules)
         self.users: dict[int, Path] = {}
@@ -225,6 +225,25 @@ class Adapting:
                 merged[other] = stays[0]._replace(aliases=aliases), stays[1]
                 merged[number] = None
         return [each for each in merged if each is not None]
+
+    def _rooted(self, record: Parameter, array: Any) -> tuple[Parameter, Any]:
+        """A parameter as seen from its old canonical place, where that is still one of its places."""
+
+        def was_canonical(path: Path) -> bool:
+            return path in self.sources and self.sources[path].path == self.old.parameters[self.sources[path].at].path
+
+        root = next((each for each in record.aliases if was_canonical(each.path)), None)
+        if root is None or was_canonical(record.path):
+            return record, array
+        back = root.view.inverse
+        others = [Alias(each.path, back.then(each.view), each.owners) for each in record.aliases if each is not root]
+        seen = record._replace(
+            path=root.path,
+            owners=root.owners,
+            shape=shape_through(root.view, record.shape),
+            aliases=(Alias(record.path, back, record.owners), *others),
+        )
+        return seen, root.view.apply(array)
 
     def _hits(self, record: Parameter) -> list[tuple[Path, _Source]]:
         """The places of a new parameter that have a source."""
