@@ -8,7 +8,7 @@ OLDEST := .venv-oldest
 
 BROWSERS := chromium chromium-browser google-chrome google-chrome-stable
 
-.PHONY: demo test lint types unit coverage docs browser compare oldest soak fuzz clean
+.PHONY: demo test lint types unit docs browser bench compare oldest soak fuzz clean
 
 demo: $(VENV)/demo.stamp
 	$(RUN)/optimisers demo
@@ -50,6 +50,10 @@ browser:
 	fi; \
 	echo "the tests need a browser: install Chromium or Chrome, so that one of these is on the PATH: $(BROWSERS)" >&2; exit 1
 
+# Every figure of README.md and docs/benchmarks.md, measured again: on a quiet machine, in less than 20 minutes.
+bench: $(VENV)/test.stamp
+	$(RUN)/python -m benchmarks
+
 # With the oldest versions of all that the library needs; what they say of each other's deprecations is passed over.
 oldest: $(OLDEST)/oldest.stamp
 	$(OLDEST)/bin/python -m pytest -q -n 2 -W ignore::DeprecationWarning -p no:cacheprovider \
@@ -80,4 +84,4 @@ $(COMPARE)/compare.stamp: pyproject.toml compare/requirements.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(COMPARE) .coverage* .hypothesis .pytest_cache .ruff_cache site
+	rm -rf $(VENV) $(COMPARE) $(OLDEST) .coverage* .hypothesis .pytest_cache .ruff_cache site

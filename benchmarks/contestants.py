@@ -1,6 +1,6 @@
 """Who takes a step: AdamW as people write it in NumPy, PyTorch's three, and ours."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -8,10 +8,9 @@ import torch
 
 import optimisers as op
 from benchmarks.models import arrays_of, filled
+from benchmarks.timing import Step
 
-__all__ = ["FOREACH", "FUSED", "LOOP", "NAIVE", "OURS", "REFERENCE", "Ours", "Step", "adamw", "disagreement", "torch_variants"]
-
-Step = Callable[[], object]
+__all__ = ["FOREACH", "FUSED", "LOOP", "NAIVE", "OURS", "REFERENCE", "Ours", "adamw", "disagreement", "farthest", "torch_variants"]
 
 NAIVE = "NumPy, whole arrays"
 LOOP, FOREACH, FUSED = "PyTorch loop", "PyTorch foreach", "PyTorch fused"
@@ -47,9 +46,12 @@ class Naive:
 
 
 class Ours:
-    """`update_` with any rule, from a state or for a fresh one; without Numba where `reference` says so."""
+    """`update_` with any rule, from a state or for a fresh one; without Numba where `reference` says so.
 
-    def __init__(self, rule: Any, model: Any, grads: Any, *, state: op.State | None = None, reference: bool = False) -> None:
+    A module of PyTorch comes without `grads`: it has its own.
+    """
+
+    def __init__(self, rule: Any, model: Any, *grads: Any, state: op.State | None = None, reference: bool = False) -> None:
         self.state = op.setup(rule, model) if state is None else state
         self.model = model
         self.grads = grads
@@ -63,7 +65,7 @@ class Ours:
             self._step()
 
     def _step(self) -> None:
-        self.state, self.model = op.update_(self.state, self.model, self.grads)
+        self.state, self.model = op.update_(self.state, self.model, *self.grads)
 
 
 def torch_variants(model: Any, grads: Any, names: Iterable[str] = tuple(_TORCH)) -> dict[str, Step]:
@@ -84,10 +86,10 @@ def torch_variants(model: Any, grads: Any, names: Iterable[str] = tuple(_TORCH))
     return steps
 
 
-def adamw(shapes: Any, *, reference: bool = False) -> dict[str, Step]:
+def adamw(shapes: Any, *, reference: bool = False) -> dict[str, Any]:
     """All contestants with AdamW on arrays of these shapes. They share the gradients and nothing else."""
     grads = filled(shapes, seed=1, scale=0.01)
-    steps: dict[str, Step] = {NAIVE: Naive(filled(shapes, seed=0, scale=0.02), grads)}
+    steps: dict[str, Any] = {NAIVE: Naive(filled(shapes, seed=0, scale=0.02), grads)}
     steps |= torch_variants(filled(shapes, seed=0, scale=0.02), grads)
     steps[OURS] = Ours(op.AdamW(1e-3), filled(shapes, seed=0, scale=0.02), grads)
     if reference:
@@ -95,28 +97,28 @@ def adamw(shapes: Any, *, reference: bool = False) -> dict[str, Step]:
     return steps
 
 
-def disagreement(shapes: Any, steps: int = 5) -> dict[str, float]:
-    """How far each contestant's parameters are from the naive ones after some steps, relative to how far those have moved."""
+def disagreement(shapes: Any, steps: int = 5) -> float:
+    """How far the contestants' parameters are from the naive ones after some steps, relative to how far those have moved."""
     start, grads = filled(shapes, seed=0, scale=0.02), filled(shapes, seed=1, scale=0.01)
     naive = Naive(filled(shapes, seed=0, scale=0.02), grads)
-    outcomes: dict[str, list[np.ndarray]] = {}
+    outcomes: list[Sequence[np.ndarray]] = []
     for name in _TORCH:
-        params = filled(shapes, seed=0, scale=0.02)
-        step = torch_variants(params, grads, [name])[name]
+        step: Any = torch_variants(start, grads, [name])[name]
         for _ in range(steps):
             step()
-        optimizer: Any = getattr(step, "__self__")  # noqa: B009  # a bound method, by its type any callable
-        outcomes[name] = [param.detach().numpy() for param in optimizer.param_groups[0]["params"]]
-    for name, reference in ((OURS, False), (REFERENCE, True)):
+        outcomes.append([param.detach().numpy() for param in step.__self__.param_groups[0]["params"]])
+    for reference in (False, True):
         ours = Ours(op.AdamW(1e-3), filled(shapes, seed=0, scale=0.02), grads, reference=reference)
         for _ in range(steps):
             ours()
-        outcomes[name] = [array for _, array in arrays_of(ours.model)]
+        outcomes.append([array for _, array in arrays_of(ours.model)])
     for _ in range(steps):
         naive()
-    moved = max(float(np.abs(naive.params[name] - array).max()) for name, array in arrays_of(start))
     expected = list(naive.params.values())
-    return {
-        name: max(float(np.abs(a - b).max()) for a, b in zip(arrays, expected, strict=True)) / moved
-        for name, arrays in outcomes.items()
-    }
+    moved = farthest([array for _, array in arrays_of(start)], expected)
+    return max(farthest(arrays, expected) for arrays in outcomes) / moved
+
+
+def farthest(some: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> float:
+    """The largest difference between two lists of arrays."""
+    return max(float(np.abs(a - b).max()) for a, b in zip(some, others, strict=True))

@@ -1,23 +1,12 @@
-"""The figures that are aimed at: a measured ratio beside its target."""
+"""What a section of a benchmark finds: times, and ratios of them beside what is aimed at."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from benchmarks.contestants import FUSED, NAIVE, OURS, REFERENCE
 from benchmarks.timing import Timing
 
-__all__ = ["Figure", "Outcome", "contest", "ratio"]
-
-AGAINST_FUSED = {"a": 1.10, "b": 0.4, "c": 0.4, "d": 1.10, "e": 0.7}
-AGAINST_NAIVE = {"a": 1 / 15}
-REFERENCE_AGAINST_NAIVE = {"d": 0.6}
-FROZEN = {90: 0.15}
-GROUPS = {100: 1.15}
-CLIPPED = 1.35
-A_BYTE = 1.25
-SETUP = 12.0
-MEMORY = 0.05
+__all__ = ["Figure", "Outcome", "ratio"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +17,8 @@ class Figure:
     name: str
     value: float
     target: float | None = None
+    of: str | None = None
+    """Whose time it is, by its name among the times of the section."""
 
     @property
     def met(self) -> bool | None:
@@ -36,27 +27,23 @@ class Figure:
 
     def as_json(self) -> dict[str, Any]:
         """The figure and the verdict."""
-        return {"section": self.section, "name": self.name, "value": self.value, "target": self.target, "met": self.met}
+        return {**asdict(self), "met": self.met}
 
 
 @dataclass(frozen=True)
 class Outcome:
     """What a section measured."""
 
-    timings: Mapping[str, Timing]
-    figures: list[Figure]
+    timings: Mapping[str, Timing] = field(default_factory=dict)
+    figures: list[Figure] = field(default_factory=list)
+    moved: Mapping[str, int] = field(default_factory=dict)
+    """The bytes that memory has to move at the least, for those whose times have such a bound."""
+
+    def as_json(self) -> dict[str, Any]:
+        """The times, with the bytes where there is a bound."""
+        return {name: {**asdict(taken), "bytes": self.moved.get(name)} for name, taken in self.timings.items()}
 
 
 def ratio(timings: Mapping[str, Timing], name: str, against: str) -> float:
     """The ratio of two minima."""
     return timings[name].minimum / timings[against].minimum
-
-
-def contest(case: str, timings: Mapping[str, Timing]) -> list[Figure]:
-    """The figures of one of the cases (a) to (e)."""
-    figures = [Figure(case, f"({case}) AdamW, against {FUSED}", ratio(timings, OURS, FUSED), AGAINST_FUSED[case])]
-    figures.append(Figure(case, f"({case}) AdamW, against {NAIVE}", ratio(timings, OURS, NAIVE), AGAINST_NAIVE.get(case)))
-    if REFERENCE in timings:
-        name = f"({case}) without Numba, against {NAIVE}"
-        figures.append(Figure(case, name, ratio(timings, REFERENCE, NAIVE), REFERENCE_AGAINST_NAIVE.get(case)))
-    return figures

@@ -5,6 +5,7 @@ import os
 import platform
 import threading
 import time
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ import numba
 import numpy as np
 import torch
 
-__all__ = ["describe", "threads"]
+__all__ = ["describe", "spelled", "threads"]
+
+_PACKAGES = ("numpy", "numba", "torch", "optimisers")
 
 
 def threads() -> int:
@@ -21,9 +24,8 @@ def threads() -> int:
     return int(numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
 
 
-def describe(copied: int) -> dict[str, Any]:
+def describe(copied: int, packages: Iterable[str] = ()) -> dict[str, Any]:
     """Processor, cores, versions, how idle it is, and the bandwidth of a plain copy of so many float32."""
-    packages = ("numpy", "numba", "torch", "optimisers")
     return {
         "cpu": _cpu(),
         "cores": os.cpu_count(),
@@ -31,11 +33,20 @@ def describe(copied: int) -> dict[str, Any]:
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
-        "versions": {name: importlib.metadata.version(name) for name in packages},
+        "versions": {name: importlib.metadata.version(name) for name in (*_PACKAGES, *packages)},
         "simd": torch.backends.cpu.get_cpu_capability(),
         "idle_before": idle(),
         "copy_gb_per_second": round(_copy_bandwidth(copied) / 1e9, 1),
     }
+
+
+def spelled(found: Mapping[str, Any]) -> str:
+    """The machine in a sentence."""
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    return (
+        f"{found['cpu']}, {found['threads']} threads ({found['simd']}), {found['memory_gib']} GiB, which copies "
+        f"{found['copy_gb_per_second']} GB/s; {found['system']}, Python {found['python']}, {versions}"
+    )
 
 
 def idle(seconds: float = 1.0) -> float | None:

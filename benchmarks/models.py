@@ -6,7 +6,9 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["FULL", "QUICK", "Sizes", "arrays_of", "filled", "nbytes", "parameters_of_gpt2", "shapes_of"]
+import optimisers as op
+
+__all__ = ["FULL", "QUICK", "Sizes", "arrays_of", "filled", "freeze_share", "nbytes", "parameters_of_gpt2", "shapes_of"]
 
 Tree = Any
 
@@ -98,3 +100,17 @@ def arrays_of(tree: Tree, prefix: str = "") -> Iterator[tuple[str, np.ndarray]]:
 def nbytes(tree: Tree) -> int:
     """The bytes of all arrays of a tree."""
     return sum(array.nbytes for _, array in arrays_of(tree))
+
+
+def freeze_share(state: op.State, share: float) -> op.State:
+    """Freeze a share of all elements, from the front of the model: whole parameters, and rows of the one where it ends."""
+    left = round(share * sum(record.size for record in state.parameters))
+    whole: list[str] = []
+    for record in state.parameters:
+        if record.size > left:
+            rows = left * record.shape[0] // record.size
+            state = state.freeze(whole) if whole else state
+            return state.freeze(str(record.path), rows=slice(rows)) if rows else state
+        whole.append(str(record.path))
+        left -= record.size
+    return state.freeze(whole)

@@ -1,32 +1,27 @@
 """What a monitor costs that samples every tenth step, beside steps that nobody watches: `python -m benchmarks.monitor`."""
 
-import argparse
-import json
 import sys
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import torch
-from rich.console import Console
-from rich.table import Table
 
 import optimisers as op
-from benchmarks import machine, models, timing
+from benchmarks.elementwise import bytes_moved
 from benchmarks.figures import Figure, Outcome
-from benchmarks.models import Sizes, filled, shapes_of
-from benchmarks.timing import Effort, Timing, race
+from benchmarks.models import filled, shapes_of
+from benchmarks.suite import Scale, Section, Suite
+from benchmarks.timing import Timing
 from optimisers.interop.torch_optim import Optimizer
 
-__all__ = ["main"]
+__all__ = ["SUITE"]
 
-RESULTS = Path(__file__).parent / "results"
 EVERY, TARGET = 10, 0.05
 PLAIN, MEMORY, FILE = "update_", "sampled, in memory", "sampled, in a file"
+COMPILED = "compiled update"
 CASES = {"a": "GPT-2 small", "b": "many small arrays"}
 
 
@@ -48,12 +43,9 @@ class Steps:
         return step
 
 
-def _updates(model: Any, grads: Any, effort: Effort, file: Path) -> dict[str, Timing]:
+def _updates(steps: Steps, file: Path) -> dict[str, Callable[[], None]]:
     """`update_` alone, and with each step sampled."""
-    steps = Steps(op.setup(op.AdamW(1e-3), model), model, grads)
-    contestants = {PLAIN: steps.plain, MEMORY: steps.sampled(op.Monitor(every=1))}
-    contestants[FILE] = steps.sampled(op.Monitor(file, every=1))
-    return race(contestants, effort)
+    return {PLAIN: steps.plain, MEMORY: steps.sampled(op.Monitor(every=1)), FILE: steps.sampled(op.Monitor(file, every=1))}
 
 
 def _share(timings: Mapping[str, Timing], name: str, plain: str) -> float:
@@ -61,45 +53,39 @@ def _share(timings: Mapping[str, Timing], name: str, plain: str) -> float:
     return (timings[name].minimum / timings[plain].minimum - 1) / EVERY
 
 
-def _figures(section: str, label: str, timings: Mapping[str, Timing], plain: str = PLAIN) -> list[Figure]:
+def _figures(section: str, label: str, timings: Mapping[str, Timing], plain: str) -> list[Figure]:
     names = [name for name in timings if name != plain]
-    return [Figure(section, f"{label}, {name}, against {plain}", _share(timings, name, plain), TARGET) for name in names]
+    return [
+        Figure(section, f"{label}, {name}, against {plain}", _share(timings, name, plain), TARGET, f"{label}, {plain}")
+        for name in names
+    ]
 
 
 # What is measured -----------------------------------------------------------------------------------------------------
 
 
-def _numpy(sizes: Sizes, effort: Effort, folder: Path) -> Outcome:
-    return _both(sizes, effort, folder, "numpy", lambda tree: tree)
+def _cases(section: str, make: Callable[[Any], Any], plain: str, contestants: Callable[[Steps, Path], Any]) -> Section:
+    """Both models in one array library."""
+
+    def measured(scale: Scale) -> Outcome:
+        timings, figures, moved = {}, [], {}
+        for case, label in CASES.items():
+            shapes = shapes_of(case, scale.sizes)
+            model, grads = (jax.tree.map(make, filled(shapes, seed, size)) for seed, size in ((0, 0.02), (1, 0.01)))
+            steps = Steps(op.setup(op.AdamW(1e-3), model), model, grads)
+            moved[f"{label}, {plain}"] = bytes_moved(steps.state)
+            taken = scale.race(contestants(steps, scale.folder / f"{section}-{case}.jsonl"))
+            timings |= {f"{label}, {name}": each for name, each in taken.items()}
+            figures += _figures(section, label, taken, plain)
+        return Outcome(timings, figures, moved)
+
+    return measured
 
 
-def _torch(sizes: Sizes, effort: Effort, folder: Path) -> Outcome:
-    return _both(sizes, effort, folder, "torch", lambda tree: jax.tree.map(torch.from_numpy, tree))
-
-
-def _both(sizes: Sizes, effort: Effort, folder: Path, section: str, make: Callable[[Any], Any]) -> Outcome:
-    timings, figures = {}, []
-    for case, label in CASES.items():
-        model, grads = (make(filled(shapes_of(case, sizes), seed, scale)) for seed, scale in ((0, 0.02), (1, 0.01)))
-        taken = _updates(model, grads, effort, folder / f"{section}-{case}.jsonl")
-        timings |= {f"{label}, {name}": each for name, each in taken.items()}
-        figures += _figures(section, label, taken)
-    return Outcome(timings, figures)
-
-
-def _jax(sizes: Sizes, effort: Effort, folder: Path) -> Outcome:
+def _compiled(steps: Steps, file: Path) -> dict[str, Callable[[], None]]:
     """A compiled step, and the same recorded outside of it."""
-    timings, figures = {}, []
-    for case, label in CASES.items():
-        model, grads = (jax.tree.map(jnp.asarray, filled(shapes_of(case, sizes), seed, 0.01)) for seed in (0, 1))
-        taken = race(_compiled(model, grads), effort)
-        timings |= {f"{label}, {name}": each for name, each in taken.items()}
-        figures += _figures("jax", label, taken, "compiled update")
-    return Outcome(timings, figures)
-
-
-def _compiled(model: Any, grads: Any) -> dict[str, Callable[[], None]]:
-    state, monitor, update = op.setup(op.AdamW(1e-3), model), op.Monitor(every=1), jax.jit(op.update)
+    state, model, grads = steps.state, steps.model, steps.grads
+    monitor, update = op.Monitor(every=1), jax.jit(op.update)
 
     def plain() -> None:
         jax.block_until_ready(update(state, model, grads))
@@ -109,12 +95,12 @@ def _compiled(model: Any, grads: Any) -> dict[str, Callable[[], None]]:
         monitor.record(state, model, grads, *after)
         jax.block_until_ready(after)
 
-    return {"compiled update": plain, "recorded": recorded}
+    return {COMPILED: plain, "recorded": recorded}
 
 
-def _training(sizes: Sizes, effort: Effort, folder: Path) -> Outcome:
+def _training(scale: Scale) -> Outcome:
     """Whole steps of a transformer in PyTorch, forward and backward, with `update_` and with an optimizer that is attached to."""
-    width = 16 * (sizes.width // 16 or 1)
+    width, folder = 16 * (scale.sizes.width // 16 or 1), scale.folder
     torch.manual_seed(0)
     layer = torch.nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
     module = torch.nn.TransformerEncoder(layer, 2)
@@ -137,65 +123,20 @@ def _training(sizes: Sizes, effort: Effort, folder: Path) -> Outcome:
         handle.remove()
         monitor.recording = op.Recording()
 
-    plain = "training step"
-    taken = race({plain: with_gradients(steps.plain), FILE: with_gradients(sampled)}, effort)
-    shell = "training step of an Optimizer"
-    theirs = race({shell: with_gradients(optimizer.step), "attached, in a file": with_gradients(attached)}, effort)
-    return Outcome(
-        taken | theirs, _figures("training", "a transformer", taken, plain) + _figures("training", "a transformer", theirs, shell)
-    )
+    label, plain, shell = "a transformer", "training step", "training step of an Optimizer"
+    taken = scale.race({plain: with_gradients(steps.plain), FILE: with_gradients(sampled)})
+    theirs = scale.race({shell: with_gradients(optimizer.step), "attached, in a file": with_gradients(attached)})
+    timings = {f"{label}, {name}": each for name, each in (taken | theirs).items()}
+    return Outcome(timings, _figures("training", label, taken, plain) + _figures("training", label, theirs, shell))
 
 
-SECTIONS: Mapping[str, Callable[[Sizes, Effort, Path], Outcome]] = {
-    "numpy": _numpy,
-    "torch": _torch,
-    "jax": _jax,
+SECTIONS: Mapping[str, Section] = {
+    "numpy": _cases("numpy", lambda array: array, PLAIN, _updates),
+    "torch": _cases("torch", torch.from_numpy, PLAIN, _updates),
+    "jax": _cases("jax", jnp.asarray, COMPILED, _compiled),
     "training": _training,
 }
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, write."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.monitor", description=__doc__)
-    parser.add_argument(
-        "--only", metavar="SECTIONS", default=",".join(SECTIONS), help=f"comma-separated, of: {', '.join(SECTIONS)}"
-    )
-    parser.add_argument("--quick", action="store_true", help="tiny sizes and few samples: shows that it runs, measures nothing")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="where monitor.json goes (a whole run: benchmarks/results)")
-    options = parser.parse_args(arguments)
-    chosen = options.only.split(",")
-    unknown = [name for name in chosen if name not in SECTIONS]
-    if unknown:
-        parser.error(f"no section {', '.join(unknown)}; there are {', '.join(SECTIONS)}")
-    if options.out is None and not options.quick and len(chosen) == len(SECTIONS):
-        options.out = RESULTS
-    sizes, effort = (models.QUICK, timing.QUICK) if options.quick else (models.FULL, timing.FULL)
-    torch.set_num_threads(machine.threads())
-    described = machine.describe(sizes.single)
-    console = Console(width=132)
-    outcomes: dict[str, Outcome] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for name in chosen:
-            outcomes[name] = SECTIONS[name](sizes, effort, Path(folder))
-            for who, taken in outcomes[name].timings.items():
-                console.print(f"{name}: {who} {taken.minimum * 1e3:,.2f} ms (median {taken.median * 1e3:,.2f})")
-    figures = [figure for outcome in outcomes.values() for figure in outcome.figures]
-    table = Table(
-        "section", "figure", "measured", "target", "", title=f"cost of sampling every {EVERY}th step", title_justify="left"
-    )
-    for figure in figures:
-        verdict = {None: "", True: "met", False: "missed"}[None if options.quick else figure.met]
-        table.add_row(figure.section, figure.name, f"{figure.value:.1%}", f"≤ {TARGET:.0%}", verdict)
-    console.print(table)
-    if options.out is not None:
-        timings = {name: {who: asdict(taken) for who, taken in each.timings.items()} for name, each in outcomes.items()}
-        data = {"machine": described, "quick": options.quick, "every": EVERY, "timings": timings}
-        data["figures"] = [figure.as_json() for figure in figures]
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "monitor.json").write_text(json.dumps(data, indent=2) + "\n")
-        console.print(f"written: {options.out / 'monitor.json'}")
-    return 0
-
+SUITE = Suite("monitor", __doc__, SECTIONS, packages=("jax",))
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(SUITE.main())

@@ -1,19 +1,20 @@
-"""The page of all measurements, out of the results that are kept: `python -m benchmarks.page`."""
+"""The page of all measurements and the figures of the README, out of the results that are kept: `python -m benchmarks.page`."""
 
 import json
+import statistics
 from collections.abc import Mapping, Sequence
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from matplotlib.backends.backend_svg import FigureCanvasSVG
-from matplotlib.figure import Figure
 from matplotlib.style import context
 
-__all__ = ["CHARTS", "PAGE", "charts", "digest", "main", "page"]
+from benchmarks import charts, machine
+
+__all__ = ["CHARTS", "PAGE", "README", "TITLES", "main", "page", "read", "readme"]
 
 RESULTS = Path(__file__).parent / "results"
-PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+README = Path(__file__).parents[1] / "README.md"
+PAGE = README.parent / "docs" / "benchmarks.md"
 CHARTS = PAGE.parent / "assets" / "benchmarks"
 
 TITLES = {
@@ -21,55 +22,60 @@ TITLES = {
     "torch_step": "A step on modules of PyTorch",
     "jax_step": "A step in JAX",
     "rules": "Every rule beside its counterparts",
+    "growth": "Growth",
     "files": "Files",
     "monitor": "Watching",
-    "growth": "Growth",
+    "package": "The package",
 }
 SAID = {
     "step": "(a) the shapes of GPT-2 small, 124 M elements; (b) 2,000 arrays of 256 elements; (c) 300 of 768; (d) one of 30 M; "
     "(e) 10 of 64. Float32. *Without Numba* is the reference backend.",
     "torch_step": "`update_` on a module, and as a `torch.optim.Optimizer`; *on lists* is what runs where nothing is compiled.",
     "jax_step": "Against Optax, on one device, the CPU. *Bytes accessed* are those of XLA's own account of the compiled step.",
-    "rules": "One array of 30 M float32 elements (Muon: 1,024 × 1,024). Milliseconds a step, the least of a run; in parentheses "
+    "rules": "One array of 30 M float32 elements (Muon: 512 × 512). Milliseconds a step, the least of a run; in parentheses "
     "the time of optimisers, relative to it.",
     "files": "A state and a model of 1.5 GB, against the writer and reader of safetensors on the same arrays.",
-    "monitor": "What a `Monitor` adds to a step, as a share of its time.",
-    "growth": "Milliseconds, by the number of parameters of 16 elements, and by that of the elements of one parameter, in float32. "
-    "The roofline is the time in which memory moves what AdamW has to move, seven times the parameter, as fast as a copy does.",
+    "monitor": "What a `Monitor` that samples every tenth step adds to a step, as a share of its time.",
+    "growth": "Milliseconds, by the number of parameters of 16 elements, and by that of the elements of one parameter, in float32.",
+    "package": "The time that `import optimisers` takes after `import numpy`, and what `pip` downloads.",
 }
 OURS = "optimisers"
-_BLUE, _RED, _GREY = "#1f5fa8", "#b0452a", "#777777"
-_STYLE = {"svg.fonttype": "none", "font.family": "sans-serif", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
 _INTRO = """# Benchmarks
 
 <!-- Written by `python -m benchmarks.page` out of `benchmarks/results`. -->
 
+`make bench` measures all of it again and writes this page, in less than 20 minutes on two cores.
+
 Each contestant takes a step in turn, again and again, in one process; what is compared are the least times of each, so that both
 met the machine at its best. A ratio below 1 means that optimisers takes less. Every figure stands beside the target that it was
-aimed at; what is missed is said as well. Other machines give other ratios: run it on yours.
+aimed at; what is missed is said as well. The *roofline* is the time in which memory moves the bytes that a step has to read and
+write at the least (for AdamW seven times the parameter), as fast as a plain copy on all threads moves them; a step whose arrays
+stay in the processor's cache can be below it. Other machines give other ratios: run it on yours.
 """
 
 
 def main() -> None:
-    """Write the page, and the charts beside it."""
+    """Write the page, the charts beside it, and the figures of the README."""
     results = read()
     CHARTS.mkdir(parents=True, exist_ok=True)
-    for name, figure in charts(results).items():
+    for name, figure in charts.draw(results).items():
         # The same numbers give the same file.
-        with context({**_STYLE, "svg.hashsalt": name}):
-            figure.savefig(CHARTS / f"{name}.svg", metadata={"Date": None, "Description": digest(results[name])})
+        with context({**charts.STYLE, "svg.hashsalt": name}):
+            figure.savefig(CHARTS / f"{name}.svg", metadata={"Date": None, "Description": charts.digest(results[name])})
     PAGE.write_text(page(results), encoding="utf-8")
+    README.write_text(readme(README.read_text(encoding="utf-8"), results), encoding="utf-8")
 
 
 def read() -> dict[str, Any]:
     """The results that there are, by name, in the order of the page."""
-    found = {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in sorted(RESULTS.glob("*.json"))}
-    return {name: found[name] for name in (*TITLES, *found) if name in found}
+    return {
+        name: json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+        for name in TITLES
+        if (RESULTS / f"{name}.json").exists()
+    }
 
 
-def digest(result: Any) -> str:
-    """What tells whether a chart was drawn from these numbers."""
-    return sha256(json.dumps(result, sort_keys=True).encode()).hexdigest()
+# The page ---------------------------------------------------------------------------------------------------------------
 
 
 def page(results: Mapping[str, Any]) -> str:
@@ -78,66 +84,64 @@ def page(results: Mapping[str, Any]) -> str:
 
 
 def _section(name: str, result: Any) -> str:
-    title = TITLES.get(name, name.replace("_", " ").capitalize())
+    title = TITLES[name]
     chart = f"![{title}: a chart of the figures below](assets/benchmarks/{name}.svg){{ .chart }}"
-    tables = {"growth": lambda: _growth_tables(result), "figures": lambda: _figures(result["figures"])}
-    table = next((tables[key]() for key in tables if key in result), None) or _times(result["timings"])
-    parts = [f"## {title}", SAID.get(name, ""), f"`python -m benchmarks.{name}` on {_machine(result['machine'])}.", chart, table]
-    return "\n\n".join(filter(None, parts)) + "\n"
+    tables = {"growth": _growth, "rules": _times}.get(name, _figures)(result)
+    parts = [f"## {title}", SAID[name], f"`python -m benchmarks.{name}` on {machine.spelled(result['machine'])}.", chart, *tables]
+    return "\n\n".join(parts) + "\n"
 
 
-def _machine(found: Mapping[str, Any]) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    return (
-        f"{found['cpu']}, {found['threads']} threads ({found['simd']}), {found['memory_gib']} GiB, which copies "
-        f"{found['copy_gb_per_second']} GB/s; {found['system']}, Python {found['python']}, {versions}"
-    )
-
-
-def _figures(figures: Sequence[Any]) -> str:
+def _figures(result: Any) -> list[str]:
     verdict = {True: "met", False: "**missed**", None: ""}
-    rows = [f"| {each['name']} | {_short(each['value'])} | {_short(each['target'])} | {verdict[each['met']]} |" for each in figures]
-    return "\n".join(["| figure | measured | at most | |", "|---|---|---|---|", *rows])
+    rows = []
+    for each in result["figures"]:
+        timing = result["timings"].get(each["section"], {}).get(each["of"])
+        times = ["", ""] if timing is None else [_milliseconds(timing["minimum"]), _roofline(result, timing)]
+        rows.append([each["name"], _short(each["value"]), _short(each["target"]), verdict[each["met"]], *times])
+    return [_table(["figure", "measured", "at most", "", "ms", "roofline, ms"], rows)]
 
 
-def _growth_tables(result: Any) -> str:
+def _growth(result: Any) -> list[str]:
     found = []
-    for kind, sizes in result["growth"].items():
+    for kind, sizes in charts.by_kind(result).items():
         who = list(next(iter(sizes.values())))
-        times = {size: [taken[name]["minimum"] for name in who] for size, taken in sizes.items()}
-        if kind == "elements":
-            who.append("roofline")
-            times = {size: [*taken, result["roofline"][size]] for size, taken in times.items()}
-        head = [f"| {kind} | {' | '.join(who)} |", "|---" * (len(who) + 1) + "|"]
-        rows = [f"| {int(size):,} | {' | '.join(map(_milliseconds, taken))} |" for size, taken in times.items()]
-        found.append("\n".join([*head, *rows]))
-    return "\n\n".join(found)
+        rows = [
+            [f"{size:,}", *(_milliseconds(taken[name]["minimum"]) for name in who), _roofline(result, taken[who[0]])]
+            for size, taken in sizes.items()
+        ]
+        found.append(_table([kind, *who, "roofline of a step"], rows))
+    return found
+
+
+def _times(result: Any) -> list[str]:
+    others = list(dict.fromkeys(who for taken in result["timings"].values() for who in taken if who != OURS))
+    rows = []
+    for rule, taken in result["timings"].items():
+        ours = taken[OURS]["minimum"]
+        theirs = [
+            f"{_milliseconds(taken[who]['minimum'])} ({_short(ours / taken[who]['minimum'])})" if who in taken else ""
+            for who in others
+        ]
+        rows.append([rule, _milliseconds(ours), _roofline(result, taken[OURS]), *theirs])
+    missed = [f"{each['name']} ({_short(each['value'])})" for each in result["figures"] if each["met"] is False]
+    aims = "Aimed at: 1.0 of PyTorch's best, and 0.25 of its default for elementwise rules. "
+    return [
+        _table(["", OURS, "roofline", *others], rows),
+        aims + ("**Missed**: " + "; ".join(missed) + "." if missed else "All met."),
+    ]
+
+
+def _roofline(result: Any, timing: Any) -> str:
+    seconds = charts.roofline(result, timing)
+    return "" if seconds is None else _milliseconds(seconds)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join([f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)])
 
 
 def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1e3:,.3g}"
-
-
-def _times(timings: Mapping[str, Any]) -> str:
-    others = list(dict.fromkeys(who for taken in timings.values() for who in taken if who != OURS))
-    head = [f"| | {OURS} | {' | '.join(others)} |", "|---" * (len(others) + 2) + "|"]
-    return "\n".join([*head, *(_row(rule, taken, others) for rule, taken in timings.items())])
-
-
-def _row(rule: str, taken: Mapping[str, Any], others: Sequence[str]) -> str:
-    ours = taken[OURS]["minimum"]
-    cells = [
-        f"{taken[who]['minimum'] * 1e3:.1f} ({_short(ours / taken[who]['minimum'])})" if who in taken else "" for who in others
-    ]
-    return f"| {rule} | {ours * 1e3:.1f} | {' | '.join(cells)} |"
-
-
-def _named(figures: Sequence[Any]) -> dict[str, Any]:
-    """The figures by name; where sections have figures of one name, with their section."""
-    names = [each["name"] for each in figures]
-    return {
-        name if names.count(name) == 1 else f"{each['section']}: {name}": each for name, each in zip(names, figures, strict=True)
-    }
+    return f"{seconds * 1e3:,.3g}" if seconds < 1 else f"{seconds * 1e3:,.0f}"
 
 
 def _short(value: float | None) -> str:
@@ -146,71 +150,76 @@ def _short(value: float | None) -> str:
     return f"{value:.0f}" if value >= 10 else f"{value:.2f}" if value >= 0.095 else f"{value:.1g}"
 
 
-def charts(results: Mapping[str, Any]) -> dict[str, Figure]:
-    """The chart of each result."""
-    with context(_STYLE):
-        return {
-            name: _growing(each) if "growth" in each else _aims(each["figures"]) if "figures" in each else _against(each["timings"])
-            for name, each in results.items()
-        }
+# The README -----------------------------------------------------------------------------------------------------------
+
+_BEGIN, _END = "<!-- Written by `python -m benchmarks.page`. -->\n", "<!-- Up to here. -->"
+# What is told, against what, and the figures: their suite and names, or an end of names, of which the median is told.
+_TOLD: list[tuple[str, str, str, list[str]]] = [
+    (
+        "NumPy: the shapes of GPT-2 small, 124 M elements",
+        "PyTorch's fused AdamW / plain NumPy",
+        "step",
+        ["(a) AdamW, against PyTorch fused", "(a) AdamW, against NumPy, whole arrays"],
+    ),
+    (
+        "2,000 arrays of 256 / 300 of 768 / 10 of 64 / one of 30 M",
+        "PyTorch fused",
+        "step",
+        [f"({case}) AdamW, against PyTorch fused" for case in "bced"],
+    ),
+    ("90 % of the elements frozen", "none frozen", "step", ["(a) 90 % of the elements frozen, against none"]),
+    ("100 groups of hyperparameters", "one group", "step", ["(b) 100 groups of hyperparameters, against 1"]),
+    ("with `ClipGlobalNorm`", "without", "step", ["(a) ClipGlobalNorm + AdamW, against AdamW"]),
+    *(
+        (
+            f"{label}: {model}",
+            "PyTorch fused / default",
+            "torch_step",
+            [f"{model}, {who}, against {against}" for against in ("PyTorch fused", "PyTorch default")],
+        )
+        for label, who in (("PyTorch module", OURS), ("as an `Optimizer` of PyTorch", f"{OURS}, as an optimiser of PyTorch"))
+        for model in ("GPT-2 small", "2,000 × 256")
+    ),
+    ("JAX, compiled: GPT-2 small", "Optax under `jit`", "jax_step", ["GPT-2 small, compiled step, against Optax"]),
+    ("JAX, first call: 2,000 arrays", "Optax under `jit`", "jax_step", ["2,000 arrays, first compiled call, against Optax"]),
+    ("JAX without `jit`: 1,000 arrays", "Optax", "jax_step", ["1,000 arrays, step without jit, against Optax"]),
+    (
+        "JAX: 20 groups / Optax's `partition`",
+        "one group",
+        "jax_step",
+        [f"500 arrays, 20 groups against 1: step{who}" for who in ("", ", Optax")],
+    ),
+    (
+        "every rule that they have as well, 30 M elements, the median",
+        "PyTorch's best / default / Optax under `jit`",
+        "rules",
+        [", against PyTorch's best", ", against PyTorch default", ", against Optax, jitted"],
+    ),
+    (
+        "`save` / `load` of 1.5 GB",
+        "safetensors' own functions",
+        "files",
+        ["save, against save_file and fsync", "load, checksums verified, against load_file"],
+    ),
+    (
+        "a `Monitor`'s share of the training of a transformer",
+        "without",
+        "monitor",
+        ["a transformer, sampled, in a file, against training step"],
+    ),
+]
 
 
-def _growing(result: Any) -> Figure:
-    """Times by size, both logarithmic: a straight line that rises as fast as the size is linear growth."""
-    figure = Figure(figsize=(9, 4), layout="constrained")
-    FigureCanvasSVG(figure)
-    for axis, (kind, sizes) in zip(figure.subplots(1, 2), result["growth"].items(), strict=True):
-        x = [int(size) for size in sizes]
-        for name in next(iter(sizes.values())):
-            axis.plot(x, [taken[name]["minimum"] * 1e3 for taken in sizes.values()], marker="o", markersize=3, label=name)
-        if kind == "elements":
-            axis.plot(x, [result["roofline"][size] * 1e3 for size in sizes], color="black", linestyle="--", label="roofline")
-        axis.set_xscale("log")
-        axis.set_yscale("log")
-        axis.set_xlabel(kind)
-        axis.set_ylabel("milliseconds")
-        axis.legend(frameon=False, fontsize=7)
-    return figure
+def readme(text: str, results: Mapping[str, Any]) -> str:
+    """The text of the README with the figures in their place."""
+    before, _, rest = text.partition(_BEGIN)
+    rows = [[what, against, " / ".join(_told(results[suite], name) for name in names)] for what, against, suite, names in _TOLD]
+    about = f"On {machine.spelled(results['step']['machine'])}:"
+    return f"{before}{_BEGIN}\n{about}\n\n{_table(['AdamW', 'against', 'ratio'], rows)}\n\n{_END}{rest.partition(_END)[2]}"
 
 
-def _aims(figures: Sequence[Any]) -> Figure:
-    """A dot for each figure, a tick where it should be at most."""
-    shown = {name: each for name, each in _named(figures).items() if each["value"] > 1e-3}
-    figure, axis = _canvas(len(shown))
-    for at, each in enumerate(shown.values()):
-        colour = _RED if each["met"] is False else _BLUE
-        axis.plot([each["value"]], [at], "o", color=colour, markersize=6)
-        if each["target"] is not None:
-            axis.plot([each["value"], each["target"]], [at, at], color=colour, linewidth=1, alpha=0.4)
-            axis.plot([each["target"]], [at], "|", color="black", markersize=11, markeredgewidth=1.5)
-    axis.set_yticks(range(len(shown)), list(shown))
-    axis.set_xlabel("ratio (log); a tick: at most")
-    return figure
-
-
-def _against(timings: Mapping[str, Any]) -> Figure:
-    """The time of ours relative to that of each other, a row a rule."""
-    figure, axis = _canvas(len(timings))
-    others = list(dict.fromkeys(who for taken in timings.values() for who in taken if who != OURS))
-    for who, mark, colour in zip(others, "osD^vP", (_RED, "#e08a5f", "#7a5195", "#2f8f6b", _GREY, "black"), strict=False):
-        points = [(taken[OURS]["minimum"] / taken[who]["minimum"], at) for at, taken in enumerate(timings.values()) if who in taken]
-        axis.plot(*zip(*points, strict=True), mark, color=colour, markersize=5, label=f"against {who}")
-    axis.set_yticks(range(len(timings)), list(timings))
-    axis.set_xlabel(f"time of {OURS}, relative to others (log)")
-    axis.legend(frameon=False, loc="upper left", bbox_to_anchor=(0, 1.0))
-    return figure
-
-
-def _canvas(rows: int) -> tuple[Figure, Any]:
-    figure = Figure(figsize=(9, 1.0 + 0.24 * rows), layout="constrained")
-    FigureCanvasSVG(figure)
-    axis = figure.add_subplot()
-    axis.set_xscale("log")
-    axis.axvline(1, color=_GREY, linewidth=0.8)
-    axis.set_ylim(rows - 0.4, -0.6)
-    axis.grid(axis="y", color="#eeeeee")
-    axis.set_axisbelow(True)
-    return figure, axis
+def _told(result: Any, name: str) -> str:
+    return _short(statistics.median(each["value"] for each in result["figures"] if each["name"].endswith(name)))
 
 
 if __name__ == "__main__":

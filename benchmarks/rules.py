@@ -1,11 +1,8 @@
 """What a step of each rule costs beside PyTorch's own implementation and Optax's: `python -m benchmarks.rules`."""
 
-import argparse
-import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -13,15 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import torch
-from rich.console import Console
-from rich.table import Table
 
 import optimisers as op
-from benchmarks import machine, timing
-from benchmarks.contestants import OURS, Ours, Step
-from benchmarks.timing import Effort, Timing, race
+from benchmarks.contestants import OURS, Ours
+from benchmarks.elementwise import bytes_moved
+from benchmarks.figures import Figure, Outcome, ratio
+from benchmarks.suite import Scale, Section, Suite
+from benchmarks.timing import Step
 
-RESULTS = Path(__file__).parent / "results" / "rules.json"
+__all__ = ["DEFAULT", "OPTAX", "SUITE", "Case", "cases"]
+
 DEFAULT, OPTAX = "PyTorch default", "Optax, jitted"
 VARIANTS: Mapping[str, dict[str, Any]] = {
     DEFAULT: {},
@@ -31,7 +29,7 @@ VARIANTS: Mapping[str, dict[str, Any]] = {
 NEVER_SLOWER = 1.0
 ELEMENTWISE_AGAINST_DEFAULT = 0.25
 _SHAPE = (5_000, 6_000)
-_MATRICES = (1_024, 1_024)
+_MATRICES = (512, 512)
 _QUICK = (64, 96)
 
 
@@ -86,11 +84,11 @@ def cases() -> dict[str, Case]:
     }
 
 
-def steps_of(case: Case, shape: tuple[int, int]) -> dict[str, Step]:
+def steps_of(case: Case, shape: tuple[int, int]) -> dict[str, Any]:
     """A step of each contestant, on arrays of its own."""
     rng = np.random.default_rng(0)
     start, grad = (rng.standard_normal(shape, dtype=np.float32) * np.float32(0.02) for _ in range(2))
-    steps: dict[str, Step] = {OURS: Ours(case.ours, {"w": start.copy()}, {"w": grad})}
+    steps: dict[str, Any] = {OURS: Ours(case.ours, {"w": start.copy()}, {"w": grad})}
     steps |= _torch(case, start, grad)
     if case.optax is not None:
         steps[OPTAX] = _Jitted(case.optax, start, grad)
@@ -128,74 +126,27 @@ class _Jitted:
         self.params, self.state = jax.block_until_ready(self.step(self.params, self.state, self.grad))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, write."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.rules", description=__doc__)
-    parser.add_argument("--only", metavar="RULES", help="comma-separated names (default: all)")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes and few samples: shows that it runs, measures nothing")
-    options = parser.parse_args(arguments)
-    every = cases()
-    chosen = list(every) if options.only is None else [name.strip() for name in options.only.split(",")]
-    unknown = [name for name in chosen if name not in every]
-    if unknown:
-        parser.error(f"no rule {', '.join(unknown)}; there are {', '.join(every)}")
-    torch.set_num_threads(machine.threads())
-    effort = timing.QUICK if options.quick else timing.FULL
-    console = Console(width=132)
-    described = machine.describe(_SHAPE[0] * _SHAPE[1] if not options.quick else _QUICK[0] * _QUICK[1])
-    found: dict[str, dict[str, Timing]] = {}
-    for name in chosen:
-        found[name] = _raced(every[name], effort, quick=options.quick)
-        console.print(f"{name}: " + ", ".join(f"{who} {taken.minimum * 1e3:.2f} ms" for who, taken in found[name].items()))
-    console.print(_table(every, found))
-    console.print(_sentence(every, found))
-    if not options.quick and options.only is None:
-        described["versions"] |= {"jax": jax.__version__, "optax": optax.__version__}
-        data = {name: {who: asdict(taken) for who, taken in timings.items()} for name, timings in found.items()}
-        RESULTS.write_text(json.dumps({"machine": described, "timings": data}, indent=2) + "\n")
-        console.print(f"written: {RESULTS}")
-    return 0
+def _section(name: str) -> Section:
+    def section(scale: Scale) -> Outcome:
+        case = cases()[name]
+        steps = steps_of(case, _QUICK if scale.quick else case.shape)
+        timings = scale.race(steps)
+        theirs = [each for each in VARIANTS if each in timings]
+        figures = []
+        if theirs:
+            best = min(theirs, key=lambda each: timings[each].minimum)
+            figures.append(Figure(name, f"{name}, against PyTorch's best", ratio(timings, OURS, best), NEVER_SLOWER, OURS))
+            target = ELEMENTWISE_AGAINST_DEFAULT if case.elementwise else None
+            figures.append(Figure(name, f"{name}, against {DEFAULT}", ratio(timings, OURS, DEFAULT), target, OURS))
+        if OPTAX in timings:
+            figures.append(Figure(name, f"{name}, against {OPTAX}", ratio(timings, OURS, OPTAX), None, OURS))
+        return Outcome(timings, figures, {OURS: bytes_moved(steps[OURS].state)})
+
+    return section
 
 
-def _raced(case: Case, effort: Effort, *, quick: bool) -> dict[str, Timing]:
-    return race(steps_of(case, _QUICK if quick else case.shape), effort)
-
-
-def _sentence(every: Mapping[str, Case], found: Mapping[str, Mapping[str, Timing]]) -> str:
-    """The range of the ratios, as the README gives it."""
-    parts = []
-    for against, label in ((DEFAULT, "PyTorch's default"), ("PyTorch fused", "PyTorch's fused kernels"), (OPTAX, "Optax")):
-        ratios = {
-            name: timings[OURS].minimum / timings[against].minimum
-            for name, timings in found.items()
-            if against in timings and every[name].elementwise
-        }
-        if ratios:
-            least, most = min(ratios, key=ratios.__getitem__), max(ratios, key=ratios.__getitem__)
-            parts.append(f"{ratios[least]:.2f} ({least}) to {ratios[most]:.2f} ({most}) of {label}")
-    return "elementwise rules: " + "; ".join(parts)
-
-
-def _table(every: Mapping[str, Case], found: Mapping[str, Mapping[str, Timing]]) -> Table:
-    """For each rule our time, and its ratio to that of the others."""
-    table = Table(
-        "rule", "ms", "of PyTorch's best", "of its default", "of Optax", "", title="least time of a step, and ratios of it"
-    )
-    for column in table.columns[1:5]:
-        column.justify = "right"
-    for name, timings in found.items():
-        mine = timings[OURS].minimum
-        theirs = {who: taken.minimum for who, taken in timings.items() if who in VARIANTS}
-        best = mine / min(theirs.values()) if theirs else None
-        default = mine / theirs[DEFAULT] if theirs else None
-        of_optax = mine / timings[OPTAX].minimum if OPTAX in timings else None
-        slow = best is not None and best > NEVER_SLOWER
-        short = default is not None and every[name].elementwise and default > ELEMENTWISE_AGAINST_DEFAULT
-        verdict = ", ".join(["slower than PyTorch's best"] * slow + ["above a quarter of its default"] * short)
-        ratios = ["" if each is None else f"{each:.2f}" for each in (best, default, of_optax)]
-        table.add_row(name, f"{mine * 1e3:.2f}", *ratios, f"[red]{verdict}[/]" if verdict else "")
-    return table
-
+SECTIONS: Mapping[str, Section] = {name: _section(name) for name in cases()}
+SUITE = Suite("rules", __doc__, SECTIONS, packages=("jax", "optax"))
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(SUITE.main())

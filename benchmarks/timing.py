@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-__all__ = ["FULL", "QUICK", "Effort", "Timing", "race"]
+__all__ = ["FULL", "QUICK", "Effort", "Step", "Timing", "race"]
+
+Step = Callable[[], object]
 
 _BRIEF = 0.1
 
@@ -45,16 +47,13 @@ FULL = Effort(seconds=2.0, fewest=3, most=60, sample=0.01, limit=45.0, pause=0.0
 QUICK = Effort(seconds=0.02, fewest=2, most=3, sample=0.001, limit=2.0, pause=0.0)
 
 
-def race(
-    steps: Mapping[str, Callable[[], object]], effort: Effort, progress: Callable[[float], None] = lambda share: None
-) -> dict[str, Timing]:
+def race(steps: Mapping[str, Step], effort: Effort) -> dict[str, Timing]:
     """Time all contestants, one sample of each in turn, the slow ones in fewer rounds.
 
     **Arguments:**
 
     - `steps`: a function for each contestant that takes one step.
     - `effort`: how much is measured.
-    - `progress`: told the share that is done, outside of all timed regions.
     """
     with _no_collection():
         batches, wanted, brief = _calibrated(steps, effort)
@@ -69,13 +68,12 @@ def race(
                         steps[name]()
                     samples[name].append(_seconds(steps[name], batches[name]) / batches[name])
             names.append(names.pop(0))
-            progress((turn + 1) / rounds)
             if time.perf_counter() > end and all(samples.values()):
                 break
     return {name: Timing(min(taken), statistics.median(taken), len(taken), batches[name]) for name, taken in samples.items()}
 
 
-def _calibrated(steps: Mapping[str, Callable[[], object]], effort: Effort) -> tuple[dict[str, int], dict[str, int], set[str]]:
+def _calibrated(steps: Mapping[str, Step], effort: Effort) -> tuple[dict[str, int], dict[str, int], set[str]]:
     """After a step to warm up: how many steps make a sample, how many samples are wanted, and whose step is brief enough that
     another one goes before each sample, to fill the caches after the pause."""
     batches, wanted, brief = {}, {}, set()
@@ -90,7 +88,7 @@ def _calibrated(steps: Mapping[str, Callable[[], object]], effort: Effort) -> tu
     return batches, wanted, brief
 
 
-def _seconds(step: Callable[[], object], times: int) -> float:
+def _seconds(step: Step, times: int) -> float:
     start = time.perf_counter()
     for _ in range(times):
         step()

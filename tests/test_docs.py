@@ -3,7 +3,6 @@
 import ast
 import importlib
 import inspect
-import json
 import os
 import re
 import runpy
@@ -16,7 +15,6 @@ from typing import Any
 import pytest
 from playwright.sync_api import Page
 
-import benchmarks.page
 import optimisers as op
 from tests.browser import browser, page
 
@@ -145,21 +143,6 @@ def test_formulas_have_a_font_with_heights_of_its_own(site: Path, page: Page):
     )
     assert len(heights) > 50
     assert all(0 < height < 80 for height in heights)
-
-
-def test_the_page_of_benchmarks_is_what_the_results_say():
-    results = benchmarks.page.read()
-    assert benchmarks.page.PAGE.read_text(encoding="utf-8") == benchmarks.page.page(results)
-    for name, result in results.items():
-        assert benchmarks.page.digest(result) in (benchmarks.page.CHARTS / f"{name}.svg").read_text(encoding="utf-8"), name
-
-
-def test_a_figure_that_is_missed_is_said_to_be():
-    figure = {"section": "a", "name": "slow", "value": 2.0, "target": 1.0, "met": False}
-    machine = json.loads((ROOT / "benchmarks" / "results" / "step.json").read_text())["machine"]
-    text = benchmarks.page.page({"step": {"machine": machine, "figures": [figure]}})
-    assert "| slow | 2.00 | 1.00 | **missed** |" in text
-    assert f"{machine['copy_gb_per_second']} GB/s" in text
 
 
 def test_imports_run_downward_through_the_rooms_of_the_picture():

@@ -1,0 +1,42 @@
+"""What the package itself costs: the time of its import, and the size of its wheel: `python -m benchmarks.package`."""
+
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from benchmarks.figures import Figure, Outcome
+from benchmarks.suite import Scale, Section, Suite
+from benchmarks.timing import Timing
+
+__all__ = ["SUITE"]
+
+IMPORT, WHEEL = 0.35, 200
+_ROOT = Path(__file__).parents[1]
+_IMPORT = "import time, numpy; start = time.perf_counter(); import optimisers; print(time.perf_counter() - start)"
+
+
+def _import(scale: Scale) -> Outcome:
+    """`import optimisers` after `import numpy`, each time in a process of its own; the first fills the caches."""
+    taken = [float(_output("-c", _IMPORT)) for _ in range(3 if scale.quick else 12)][1:]
+    timing = Timing(min(taken), statistics.median(taken), len(taken), 1)
+    return Outcome({"import": timing}, [Figure("import", "import, beyond NumPy's, seconds", timing.median, IMPORT, "import")])
+
+
+def _wheel(scale: Scale) -> Outcome:
+    """The bytes of the wheel, as `pip` would download it."""
+    _output("-m", "hatchling", "build", "--target", "wheel", "--directory", str(scale.folder))
+    (wheel,) = scale.folder.glob("*.whl")
+    return Outcome(figures=[Figure("wheel", "wheel, kB", wheel.stat().st_size / 1e3, WHEEL)])
+
+
+def _output(*arguments: str) -> str:
+    return subprocess.run([sys.executable, *arguments], cwd=_ROOT, check=True, capture_output=True, text=True).stdout
+
+
+SECTIONS: Mapping[str, Section] = {"import": _import, "wheel": _wheel}
+SUITE = Suite("package", __doc__, SECTIONS)
+
+if __name__ == "__main__":
+    sys.exit(SUITE.main())
