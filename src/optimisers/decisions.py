@@ -101,7 +101,9 @@ def decide(jobs: list[Job], state: State) -> Any:
     while True:
         for job in jobs:
             while job.front is not None and job.front.scope == "leaf":
-                job.part.backend.decide(job.batch, job.pending.pop(0))
+                at, backend = job.pending.pop(0), job.part.backend
+                if not backend.row_by_row:
+                    backend.derive(job.batch, at, backend.sums(job.batch, at))
         waiting = [job for job in jobs if job.front is not None]
         if not waiting:
             return memory

@@ -5,15 +5,16 @@ from typing import Any
 
 import numpy as np
 
-from optimisers.backends.arrays import dtype_name, namespace_of
+from optimisers.backends.arrays import dtype_name, library_of
 from optimisers.errors import StateError
 from optimisers.leaf import Leaf
 from optimisers.model.reading import open_with
+from optimisers.model.slots import copied_as
 from optimisers.rules.averages import Average
 from optimisers.rules.base import Rule, is_traced, member_names
 from optimisers.rules.parameter_free import ScheduleFree
 from optimisers.rules.precision import MixedPrecision
-from optimisers.state import State, check_state
+from optimisers.state import State, check_state, check_whole
 
 __all__ = ["averaged", "evaluation", "training"]
 
@@ -30,13 +31,14 @@ def averaged(state: State, model: Any) -> Any:
     Example: see `Average`.
     """
     check_state(state, "averaged")
+    check_whole(state)
     view = open_with(state.layout, model)
     changed = {}
     for at, array in enumerate(view.arrays):
         leaf = state.leaf(at)
         average = _kept(leaf, Average, "average")
         if average is not None and _has_trained(leaf):
-            changed[at] = _like(average, array)
+            changed[at] = _as(array, average)
     if not any(isinstance(member, Average) for rule in state.rules for member in rule.members):
         raise StateError("no rule keeps an average; put Average() at the end of the chain")
     return view.put(changed)
@@ -96,9 +98,9 @@ def _moved(state: State, model: Any, mode: bool, move: Callable[[float, Any, Any
             continue
         if master is not None:
             # The master goes on training; the model shows what is to be evaluated, or the master.
-            changed[at] = _like(move(beta, master, z) if mode else master, array)
+            changed[at] = _as(array, move(beta, master, z) if mode else master)
         else:
-            changed[at] = _like(move(beta, _like(array, z), z), array)
+            changed[at] = _as(array, move(beta, _as(z, array), z))
     memory = {**state.memory, "schedulefree": {**state.memory["schedulefree"], "evaluating": mode}}
     return state.evolved(memory=memory), view.put(changed)
 
@@ -117,7 +119,6 @@ def _has_trained(leaf: Leaf) -> bool:
     return is_traced(leaf.step) or bool(np.any(leaf.step > 0))
 
 
-def _like(array: Any, other: Any) -> Any:
-    """A copy in the dtype of another array."""
-    library = namespace_of(other)
-    return library.astype(array, getattr(library, dtype_name(other), other.dtype), copy=True)
+def _as(other: Any, array: Any) -> Any:
+    """A copy of an array in the dtype of another."""
+    return copied_as(array, dtype_name(other), library_of(other) or "")

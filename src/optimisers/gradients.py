@@ -18,7 +18,6 @@ from optimisers.model.ties import SAME, View, shape_through
 from optimisers.model.torch_nodes import is_parameter
 from optimisers.model.trees import opened
 from optimisers.rules.base import is_traced
-from optimisers.setup import trainables
 from optimisers.state import State, check_state
 
 __all__ = ["destructure", "gather", "global_norm", "partition"]
@@ -307,9 +306,7 @@ def destructure(model: Any) -> tuple[Any, Callable[[Any], Any]]:
     """
     found = parameters_of(model)
     leaves, structure = opened(model)
-    place = {path: at for at, path in enumerate(structure.paths)}
-    arrays = list(trainables(model).values())
-    flat = _joined(arrays)
+    flat = _joined([array for _, array in found])
     total = sum(record.size for record, _ in found)
 
     def rebuild(vector: Any) -> Any:
@@ -319,9 +316,8 @@ def destructure(model: Any) -> tuple[Any, Callable[[Any], Any]]:
         for record, array in found:
             part = _like(vector[at : at + record.size], record, array)
             at += record.size
-            new[place[record.path]] = part
-            for alias in record.aliases:
-                new[place[alias.path]] = alias.view.apply(part)
+            for path, view, _ in record.places:
+                new[structure.places[path]] = view.apply(part)
         return structure.rebuild(model, new)
 
     return flat, rebuild

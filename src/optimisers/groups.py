@@ -15,7 +15,7 @@ from optimisers.model.select import Selectable, as_selector, matching
 from optimisers.rules.base import Rule, member_names
 from optimisers.schedules import Scaled
 
-__all__ = ["depth_of", "layerwise", "no_decay"]
+__all__ = ["depth_of", "depths_of", "layerwise", "no_decay"]
 
 _FIRST = pattern(r"(^|[^a-z])(emb|wte|wpe|tok|patch|(pos|cls)($|[^a-z])|posit)")
 """A word, within a key, that speaks of an embedding."""
@@ -60,21 +60,13 @@ def layerwise(rule: RuleFor, model: Any, *, decay: float = 0.75, depth: Callable
         raise StateError(f"layerwise takes the model second, and {type(model).__name__} has no parameters")
     check_selectors(rule, records)
 
-    def find(record: Parameter) -> int | None:
-        found = (depth or depth_of)(record)
-        if found is not None and (isinstance(found, bool) or not isinstance(found, int)):
-            raise StateError(f"{record.path}: a depth is a whole number or None, not {found!r}")
-        return found
-
-    depths = [find(record) for record in records]
-    if all(each is None for each in depths):
-        raise StateError("no path of the model has the number of a layer in it; say with depth=… how deep each parameter lies")
+    depths = depths_of(records, depth)
     top = max(at for at in depths if at is not None) + (None in depths)
 
     choose_rule = chooser(rule)
 
     def choose(record: Parameter) -> Rule:
-        own, at = choose_rule(record), find(record)
+        own, at = choose_rule(record), _checked_depth(record, depth)
         if at is not None and at > top:
             raise StateError(
                 f"{record.path} has depth {at}, above all layers of the model that layerwise was given; give it this one"
@@ -82,6 +74,24 @@ def layerwise(rule: RuleFor, model: Any, *, decay: float = 0.75, depth: Callable
         return _scaled(own, decay ** (top - (top if at is None else at)))
 
     return RuleOf(choose, lambda records: check_selectors(rule, records), f"layerwise({rule!r}, decay={decay})")
+
+
+def depths_of(records: Sequence[Parameter], depth: Callable[[Parameter], int | None] | None) -> list[int | None]:
+    """How deep each parameter lies, as a function of the user tells it, or `depth_of`.
+
+    **Raises** `StateError` for a depth that is no whole number, or where none can be told.
+    """
+    depths = [_checked_depth(record, depth) for record in records]
+    if all(each is None for each in depths):
+        raise StateError("no path of the model has the number of a layer in it; say with depth=… how deep each parameter lies")
+    return depths
+
+
+def _checked_depth(record: Parameter, depth: Callable[[Parameter], int | None] | None) -> int | None:
+    found = (depth or depth_of)(record)
+    if found is not None and (isinstance(found, bool) or not isinstance(found, int)):
+        raise StateError(f"{record.path}: a depth is a whole number or None, not {found!r}")
+    return found
 
 
 def _scaled(rule: Rule, factor: float) -> Rule:

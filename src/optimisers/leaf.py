@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from optimisers.backends.arrays import dtype_name, itemsize_of, library_of, namespace_of
+from optimisers.backends.arrays import dtype_name, itemsize_of, library_of
 from optimisers.model.layout import Runs
 from optimisers.model.paths import Path
+from optimisers.model.reading import equal_values
 from optimisers.rules.base import Rule
 from optimisers.rules.numbers import split
 
@@ -90,7 +91,7 @@ def letter_of(at: int) -> str:
 
 
 def same_leaf(a: Leaf, b: Leaf) -> bool:
-    """Whether two leaves are equal, their arrays bit for bit."""
+    """Whether two leaves are equal, their arrays value by value, NaN like NaN."""
     facts = [(x.path, x.shape, x.dtype, x.frozen, x.frozen_rows, dict(x.ties), x.masked, tuple(x.slots)) for x in (a, b)]
     same = facts[0] == facts[1] and _same_rule(a.rule, b.rule) and same_value(a.step, b.step)
     return same and all(_same_array(a.slots[name], b.slots[name]) for name in a.slots)
@@ -115,9 +116,9 @@ def same_value(a: Any, b: Any) -> bool:
 def _same_array(a: Any, b: Any) -> bool:
     if a is b:
         return True
-    if library_of(a) != library_of(b) or a.dtype != b.dtype or tuple(a.shape) != tuple(b.shape):
+    if library_of(a) != library_of(b) or a.dtype != b.dtype:
         return False
     if library_of(a) == "jax":
         # They may lie on different devices.
         a, b = np.asarray(a), np.asarray(b)
-    return bool((a == b).all()) if isinstance(a, np.ndarray) else bool(namespace_of(a).all(a == b))
+    return equal_values(a, b)

@@ -103,21 +103,22 @@ class Constant(Schedule):
 
 @dataclass(frozen=True)
 class Shifted(Schedule):
-    """Another schedule that begins at a later step; before it, its first value.
+    """Another schedule, or any function of the step, that begins at a later step; before it, its first value.
 
     >>> Shifted(Linear(0.0, 1.0, 4), 100)(101)
     0.25
     """
 
-    schedule: Schedule
+    schedule: Any
     start: int
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "schedule", _schedule(self.schedule))
         _check_numbers(self, "start")
 
     @property
     def length(self) -> int:
-        return self.start + self.schedule.length
+        return self.start + getattr(self.schedule, "length", 100)
 
     def __call__(self, step: Any) -> Any:
         later = step - self.start

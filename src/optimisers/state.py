@@ -478,6 +478,7 @@ class State:
 
     def evolved(self, **attributes: Any) -> "State":
         """A state with some of its attributes (`slots`, `memory`, …) exchanged, unchecked."""
+        check_whole(self)
         names = ("layout", "rules", "counters", "step", "slots", "memory", "detached")
         return State(**{name: attributes.get(name, getattr(self, name)) for name in names})
 
@@ -576,6 +577,7 @@ class State:
     __hash__ = None  # type: ignore[assignment]  # it holds arrays
 
     def __reduce__(self) -> tuple[Any, ...]:
+        check_whole(self)
         return _restored, (
             self.layout.parameters,
             self.layout.excluded,

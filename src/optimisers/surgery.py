@@ -11,6 +11,7 @@ from optimisers.model.layout import Alias, Parameter
 from optimisers.model.paths import Path
 from optimisers.model.reading import equal_values, parameters_of
 from optimisers.model.renaming import Rename, renamer
+from optimisers.model.rewrite import rows_seen
 from optimisers.model.select import Selectable, as_selector, matching
 from optimisers.model.slots import check_rule, converted, copied, fresh_slots, with_started
 from optimisers.model.ties import SAME, View, rows_through, shape_through
@@ -149,7 +150,7 @@ class _Source(NamedTuple):
 class Adapting:
     """One call of `adapt`, for the parameters of a model and their arrays.
 
-    With values of a file, the model is about to get those, and no slot of the old state is shared.
+    With `values`, those of the old parameters by path, the model is about to get these, and no slot of the old state is shared.
     """
 
     def __init__(
@@ -160,12 +161,12 @@ class Adapting:
         resize: Any,
         rule: "RuleFor | None",
         *,
-        file_values: "Mapping[Path, Any] | None" = None,
+        values: "Mapping[Path, Any] | None" = None,
     ) -> None:
         self.old = state
-        self.file_values = file_values
+        self.values = values
         self.carried: list[tuple[Parameter, Any]] = []
-        """The new parameters that go on, each with its value: that of the file, turned and resized like the slots."""
+        """The new parameters that go on, each with its value: the old one, where it is given, turned and resized like the slots."""
         self.rule = rule
         if rule is not None:
             check_kind(rule, "adapt")
@@ -188,7 +189,7 @@ class Adapting:
         """For each place of the new model where its state comes from."""
         sources: dict[Path, _Source] = {}
         for at, record in enumerate(self.old.parameters):
-            for path, view in ((record.path, SAME), *((alias.path, alias.view) for alias in record.aliases)):
+            for path, view, _ in record.places:
                 new = self.new_name(path)
                 if new is None:
                     continue
@@ -219,7 +220,7 @@ class Adapting:
                 continue
             view = _seen(self._hits(stays[0])[0], stays[0]).inverse.then(_seen(hit, record))
             fits = stays[0].dtype == record.dtype and shape_through(view, stays[0].shape) == record.shape
-            if fits and (self.file_values or equal_values(view.apply(stays[1]), array)):
+            if fits and (self.values or equal_values(view.apply(stays[1]), array)):
                 own = (Alias(each.path, view.then(each.view), each.owners) for each in record.aliases)
                 aliases = (*stays[0].aliases, Alias(record.path, view, record.owners), *own)
                 merged[other] = stays[0]._replace(aliases=aliases), stays[1]
@@ -334,18 +335,18 @@ class Adapting:
             self.kept.append(record.path)
         else:
             self.report["resized"][record.path] = shape, record.shape
-        # In a file there is no array library.
-        was, now = (old.library if self.file_values is None else record.library, old.dtype), (record.library, record.dtype)
+        # Values that are given come from no array library.
+        was, now = (old.library if self.values is None else record.library, old.dtype), (record.library, record.dtype)
         if was != now:
             texts = (f"{was[0]} {was[1]}", f"{now[0]} {now[1]}") if was[0] != now[0] else (was[1], now[1])
             self.report["converted"][record.path] = texts
         return new, slots
 
     def _value(self, record: Parameter, array: Any, old: Path, view: View) -> Any:
-        """The value of a parameter: the one in the file, if there is one."""
-        if not self.file_values or old not in self.file_values:
+        """The value of a parameter: the old one, if it is given."""
+        if not self.values or old not in self.values:
             return array
-        seen = view.apply(self.file_values[old])
+        seen = view.apply(self.values[old])
         if tuple(seen.shape) == record.shape:
             return converted(seen, record.dtype, record.library, record.device)
         return _overlaid(array, converted(seen, record.dtype, record.library, None), record)
@@ -372,7 +373,7 @@ class Adapting:
         fresh: tuple[Any, ...] | None = None
         program = self.old.layout.programs[old.group]
         same_place = (record.library, record.device, record.dtype, record.shape) == (old.library, old.device, old.dtype, old.shape)
-        if view == SAME and same_place and first and self.file_values is None:
+        if view == SAME and same_place and first and self.values is None:
             return own
         slots = []
         for number, slot in enumerate(own):
@@ -429,8 +430,7 @@ class Adapting:
 def _seen(hit: tuple[Path, _Source], record: Parameter) -> View:
     """How a new parameter is seen from the old one, through a place of both."""
     path, source = hit
-    alias = next((each.view for each in record.aliases if each.path == path), SAME)
-    return source.view.then(alias.inverse)
+    return source.view.then(record.view_at(path).inverse)
 
 
 def _serves(policy: str | None, old: tuple[int, ...], new: tuple[int, ...]) -> bool:
@@ -459,14 +459,8 @@ def _policies(resize: Any, records: Sequence[Parameter]) -> Callable[[Parameter]
 
 def _rows(old: Parameter, view: View, record: Parameter) -> tuple[tuple[int, int], ...]:
     """The frozen rows, as the new parameter has them."""
-    if not old.frozen_rows:
-        return ()
-    if not rows_through(view):
-        raise StateError(
-            f"rows of {old.path} are frozen, and at {record.path}, where it is seen {view}, they are no rows; thaw them first"
-        )
-    size = record.shape[0]
-    return tuple((start, min(stop, size)) for start, stop in old.frozen_rows if start < size)
+    size = record.shape[0] if record.shape else 0
+    return tuple((start, min(stop, size)) for start, stop in rows_seen(old, record.path, view) if start < size)
 
 
 def _overlaid(start: Any, old: Any, record: Parameter) -> Any:

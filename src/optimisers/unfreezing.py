@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from optimisers.errors import StateError
-from optimisers.groups import depth_of
+from optimisers.groups import depths_of
 from optimisers.model.layout import Parameter
 from optimisers.model.reading import parameters_of
 from optimisers.model.select import Selectable, matching
@@ -67,13 +67,11 @@ class Unfreezing:
 
         Together with `layerwise` this is discriminative fine-tuning.
 
-        **Raises** `StateError` for a model in which no depth can be told.
+        **Raises** `StateError` for a model in which no depth can be told, or a depth that is no whole number.
         """
         records = [record for record, _ in parameters_of(model)]
-        found = {record.path: (depth or depth_of)(record) for record in records}
+        found = {record.path: at for record, at in zip(records, depths_of(records, depth), strict=True)}
         known = sorted({each for each in found.values() if each is not None}, reverse=True)
-        if not known:
-            raise StateError("no path of the model has the number of a layer in it; say with depth=… how deep each parameter lies")
         levels = [None, *known] if None in found.values() else known
         return cls([[tuple(path) for path, each in found.items() if each == level] for level in levels], at)
 

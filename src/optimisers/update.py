@@ -93,7 +93,7 @@ def step(state: State, model: Any, grads: Any, *, in_place: bool, watch: Callabl
         params, new_slots = job.part.backend.run(job.batch, job.length, step=job.open)
         if params is not job.params:
             changed |= {at: new for at, old, new in zip(job.part.members, job.params, params, strict=True) if new is not old}
-        wrote.append(new_slots is job.slots and bool(job.batch.slot_dtypes))
+        wrote.append(any(a is b for old, new in zip(job.slots, new_slots, strict=True) for a, b in zip(old, new, strict=True)))
         if new_slots is not job.slots:
             slots = _replaced(slots, job.part.members, new_slots)
     layout, counters, count = counted(state, plan, [job.open and job.passed for job in jobs])

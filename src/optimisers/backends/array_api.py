@@ -23,7 +23,6 @@ from optimisers.errors import HyperparameterError
 from optimisers.rules.program import Program
 
 __all__ = [
-    "decide",
     "derive",
     "element_ranges",
     "moved",
@@ -106,11 +105,6 @@ def _plainly(library: str) -> Iterator[None]:
     """Inside, arithmetic neither warns of NaN and infinity nor is recorded for differentiation."""
     with np.errstate(all="ignore"), _import("torch").no_grad() if library == "torch" else nullcontext():
         yield
-
-
-def decide(batch: Batch, member: int) -> None:
-    """Add the scalars that a member derives from the sums over each parameter."""
-    derive(batch, member, sums(batch, member))
 
 
 def derive(batch: Batch, member: int, totals: Sequence[Any]) -> None:

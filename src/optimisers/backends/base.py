@@ -88,7 +88,8 @@ class Backend(Protocol):
     """What a backend module has."""
 
     row_by_row: bool
-    """Whether scalars may be traced: then they are worked out for each row alone, else for all rows in one vector."""
+    """Whether scalars may be traced: then they are worked out for each row alone, else for all rows in one vector, and what a
+    member derives from its sums over one parameter is part of `run`."""
 
     def zeros(self, shape: tuple[int, ...], dtype: str, library: str, device: Any) -> Any:
         """A fresh slot."""
@@ -96,10 +97,6 @@ class Backend(Protocol):
 
     def prepare(self, batch: Batch) -> None:
         """Check the arrays of a batch, raising before anything changed, and bring them into the form that `run` needs."""
-        ...
-
-    def decide(self, batch: Batch, member: int) -> None:
-        """Add the scalars that a member derives from its sums over each parameter, unless `run` does so itself."""
         ...
 
     def sums(self, batch: Batch, member: int) -> Sequence[Any]:

@@ -19,7 +19,7 @@ from optimisers.backends.arrays import compute_dtype, real_dtype
 from optimisers.backends.base import Batch, check
 from optimisers.backends.namespace import NAMESPACES, Namespace, namespace
 
-__all__ = ["decide", "derive", "prepare", "reached", "row_by_row", "run", "sums", "watch", "zeros"]
+__all__ = ["derive", "prepare", "reached", "row_by_row", "run", "sums", "watch", "zeros"]
 
 row_by_row = True
 
@@ -78,10 +78,6 @@ def _fitting(sharding: Sharding, shape: tuple[int, ...]) -> Sharding | None:
 def prepare(batch: Batch) -> None:
     """Check the arrays."""
     check(batch)
-
-
-def decide(batch: Batch, member: int) -> None:
-    """Nothing yet: what is decided for one parameter is part of its compiled function."""
 
 
 def sums(batch: Batch, member: int) -> Sequence[Any]:

@@ -64,7 +64,7 @@ def loop(
         names = ", ".join(member.name for member in program.members)
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         warnings.warn(
-            f"Numba cannot compile the kernels of {names} for {dtypes[0]} ({reason}); NumPy runs them, more slowly",
+            f"Numba cannot compile the kernels of {names} for {dtypes[0]} ({reason}); they run uncompiled, more slowly",
             OptimiserWarning,
             stacklevel=2,
         )

@@ -24,7 +24,6 @@ from optimisers.backends.watching import watched
 from optimisers.rules.program import Program
 
 __all__ = [
-    "decide",
     "derive",
     "fuses",
     "prepare",
@@ -169,11 +168,6 @@ def _read_slots(batch: Batch, expected: _Expected, addresses: np.ndarray) -> boo
         batch.addresses.clear()
     batch.addresses[key] = addresses[2:].copy()
     return True
-
-
-def decide(batch: Batch, member: int) -> None:
-    """Add the scalars that a member derives from the sums over each parameter."""
-    derive(batch, member, sums(batch, member))
 
 
 def sums(batch: Batch, member: int) -> Sequence[np.ndarray]:

@@ -17,7 +17,7 @@ from optimisers.backends.spread import Spread, spread_of
 from optimisers.backends.torch_kernels import Fused, fused_kernel
 from optimisers.rules.program import Member, Program
 
-__all__ = ["Prepared", "decide", "derive", "finish", "like", "prepare", "reached", "row_by_row", "run", "sums", "watch", "zeros"]
+__all__ = ["Prepared", "derive", "finish", "like", "prepare", "reached", "row_by_row", "run", "sums", "watch", "zeros"]
 
 row_by_row = False
 
@@ -289,11 +289,6 @@ def _added(part: Any, values: dict[int, list[torch.Tensor]], wave: _Wave, to: _R
         return torch.stack([torch.sum(tensor) for tensor in values[part.at]]).cpu().numpy()
     sizes = np.array([tensor.numel() for tensor in wave.pick(to.batch.prepared.params)])
     return sizes * (part[wave.numbers] if isinstance(part, np.ndarray) else part)
-
-
-def decide(batch: Batch, member: int) -> None:
-    """Add the scalars that a member derives from the sums over each parameter."""
-    derive(batch, member, sums(batch, member))
 
 
 def run(batch: Batch, length: int, *, step: bool) -> tuple[list[Any], list[tuple[Any, ...]]]:

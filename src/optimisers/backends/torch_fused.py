@@ -14,7 +14,7 @@ from optimisers.backends.numba import watch
 from optimisers.backends.shards import reduced
 from optimisers.backends.torch import finish, reached, zeros
 
-__all__ = ["decide", "derive", "prepare", "reached", "row_by_row", "run", "sums", "watch", "zeros"]
+__all__ = ["derive", "prepare", "reached", "row_by_row", "run", "sums", "watch", "zeros"]
 
 row_by_row = False
 
@@ -39,11 +39,6 @@ def prepare(batch: Batch) -> None:
 
 def _addresses(tensors: Sequence[torch.Tensor]) -> np.ndarray:
     return np.fromiter(map(torch.Tensor.data_ptr, tensors), np.int64, len(tensors))
-
-
-def decide(batch: Batch, member: int) -> None:
-    """Add the scalars that a member derives from the sums over each parameter."""
-    derive(batch, member, sums(batch, member))
 
 
 def sums(batch: Batch, member: int) -> Sequence[np.ndarray]:

@@ -16,7 +16,7 @@ from optimisers.model.paths import Path
 from optimisers.model.reading import open_with, parameters_of
 from optimisers.model.renaming import Rename, plain_names
 from optimisers.model.slots import converted
-from optimisers.model.ties import SAME, shape_through
+from optimisers.model.ties import shape_through
 from optimisers.model.torch_nodes import is_parameter
 from optimisers.model.trees import buffers_of, opened
 from optimisers.rules.base import Rule
@@ -24,7 +24,7 @@ from optimisers.rules.descent import Descent
 from optimisers.state import State, check_state, check_whole
 from optimisers.surgery import Adapted, Adapting
 
-__all__ = ["Loaded", "load", "save"]
+__all__ = ["Loaded", "load", "save", "without_model"]
 
 
 class Loaded(NamedTuple):
@@ -138,7 +138,7 @@ def load(
     if rule is not None:
         check_kind(rule, "load")
     if model is None:
-        return _without_model(contents, rule, file)
+        return without_model(contents, rule, file)
     found = parameters_of(model)
     places = {path for record, _ in found for path in record.paths} | {path for path, _ in _others(None, model)}
     values = _values(contents)
@@ -161,7 +161,7 @@ def load(
     old = restored(contents.document, contents.arrays, None if choose is None else given, file)
     # Strictly nothing may be new, so any rule will do until that is told.
     for_new = Descent() if strict and rule is None else rule
-    adapting = Adapting(old, found, new_name, resize, for_new, file_values=values)
+    adapting = Adapting(old, found, new_name, resize, for_new, values=values)
     state, report = adapting.done()
     if strict:
         _check_fit(file, report, {path for path in report.dropped if new_name(path) is None}, resized=resize is not None)
@@ -180,7 +180,8 @@ def _values(contents: Contents) -> dict[Path, np.ndarray]:
     return {Path(name): array for name, array in contents.arrays.items() if name not in slots and not name.startswith("/")}
 
 
-def _without_model(contents: Contents, rule: "RuleFor | None", file: Any) -> Loaded:
+def without_model(contents: Contents, rule: "RuleFor | None", file: Any) -> Loaded:
+    """What `load` gives of the contents of a file where there is no model to put them into."""
     values = {str(path): np.array(array) for path, array in _values(contents).items()}
     if contents.document is None:
         return Loaded(None, values, None, None)
@@ -262,7 +263,7 @@ def _values_alone(file: Any, model: Any, there: Mapping[Path, Any], strict: bool
     unknown = [path for path in there if path not in rest]
     known = {*rest, *unknown}
     for record, _ in parameters_of(model):
-        seen = [(path, view) for path, view in ((record.path, SAME), *(each[:2] for each in record.aliases)) if path in there]
+        seen = [(path, view) for path, view, _ in record.places if path in there]
         for path in record.paths:
             rest.pop(path, None)
         if not seen:
@@ -309,7 +310,7 @@ def _put(model: Any, parameters: Iterable[tuple[Parameter, Any]], others: Mappin
         library = library_of(old) or "numpy"
         put(path, old, converted(value, dtype_name(old), library, device_of(old, library)))
     for record, value in parameters:
-        for path, view in ((record.path, SAME), *(each[:2] for each in record.aliases)):
+        for path, view, _ in record.places:
             put(path, leaves[at[path]], view.apply(value))
     for old, _ in writes:
         memory = memory_of(old, "torch")

@@ -35,9 +35,9 @@ _MIGRATIONS: Mapping[int, Callable[[dict[str, Any]], dict[str, Any]]] = {1: lamb
 """From each older schema to the next: what a document of it lacks."""
 
 
-def slot_name(path: Path, slot: str) -> str:
-    """The name of a slot in a file. Paths quote their slashes, so the last one divides."""
-    return f"{spelled(path)}/{slot}"
+def slot_name(path: str, slot: str) -> str:
+    """The name of a slot in a file, of a path as it is spelled there. Paths quote their slashes, so the last one divides."""
+    return f"{path}/{slot}"
 
 
 def path_of(name: str) -> Path:
@@ -54,7 +54,7 @@ def slot_names(document: Any) -> set[str]:
     **Raises** `StateError` for a document that describes no state.
     """
     try:
-        return {f"{entry['path']}/{slot}" for entry in document["parameters"] for slot in entry["slots"] or ()}
+        return {slot_name(entry["path"], slot) for entry in document["parameters"] for slot in entry["slots"] or ()}
     except (KeyError, TypeError) as error:
         raise StateError(f"the document describes no state ({type(error).__name__}: {error})") from error
 
@@ -95,7 +95,7 @@ def described(state: State, extra: Any = None) -> tuple[dict[str, Any], dict[str
         names = [name for name, _ in state.layout.programs[record.group].slots]
         for name, slot in zip(names, own or (), strict=False):
             if slot is not None:
-                arrays[slot_name(record.path, name)] = slot
+                arrays[slot_name(spelled(record.path), name)] = slot
         parameters.append(
             {
                 "path": spelled(record.path),
@@ -286,12 +286,10 @@ def _slots(record: Parameter, names: Any, program: Any, arrays: Mapping[str, Any
         if there is None:
             found.append(None)
             continue
-        array = arrays[slot_name(record.path, name)]
+        array = arrays[slot_name(spelled(record.path), name)]
         # Of an ensemble there is an axis in front for each of its members.
         wanted = tuple(kind.shape(record.shape) if kind.shape else record.shape)
         if array.dtype.name != dtype or tuple(array.shape)[len(array.shape) - len(wanted) :] != wanted:
-            raise StateError(
-                f"{file}: {slot_name(record.path, name)} is {array.dtype.name}{list(array.shape)}, not {dtype}{list(wanted)}"
-            )
+            raise StateError(f"{file}: {record.path}/{name} is {array.dtype.name}{list(array.shape)}, not {dtype}{list(wanted)}")
         found.append(array)
     return tuple(found)

@@ -7,13 +7,12 @@ from typing import Any
 import numpy as np
 
 from optimisers.errors import PathError, StateError
-from optimisers.files.document import path_of, read, record_of, slot_name, slot_names, spelled
+from optimisers.files.document import path_of, paths_of, read, record_of, slot_name, slot_names, spelled
 from optimisers.files.tensors import Contents, write
 from optimisers.leaf import letter_of, size_of
-from optimisers.model.layout import Parameter
 from optimisers.model.paths import Path
 from optimisers.model.renaming import plain_names, renamer
-from optimisers.model.ties import SAME, View, shape_through
+from optimisers.model.ties import shape_through
 from optimisers.report import Summary
 
 __all__ = ["contents_of", "diff", "misfits", "rename", "shown"]
@@ -26,7 +25,10 @@ def contents_of(file: "str | os.PathLike[str]") -> dict[str, Any]:
 
     **Raises** `StateError` for a file that is damaged, `OSError` for one that cannot be read.
     """
-    contents = read(file)
+    return _told(read(file), file)
+
+
+def _told(contents: Contents, file: Any) -> dict[str, Any]:
     others = {
         name: {"shape": list(array.shape), "dtype": array.dtype.name, "bytes": array.nbytes}
         for name, array in contents.arrays.items()
@@ -40,7 +42,7 @@ def contents_of(file: "str | os.PathLike[str]") -> dict[str, Any]:
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:
         raise StateError(f"{file}: the document in it describes no state ({type(error).__name__}: {error})") from error
     for entry in parameters:
-        for name in [entry["path"], *(slot_name(Path(entry["path"]), slot) for slot in entry["slots"])]:
+        for name in [entry["path"], *(slot_name(entry["path"], slot) for slot in entry["slots"])]:
             others.pop(name, None)
     totals = {
         "parameters": len(parameters),
@@ -63,14 +65,14 @@ def _parameter(entry: Mapping[str, Any], contents: Contents) -> dict[str, Any]:
         "shape": list(record.shape),
         "dtype": record.dtype,
         "library": str(entry["library"]),
-        "rule": rule_text(document["rules"][entry["rule"]]),
+        "rule": _rule_text(document["rules"][entry["rule"]]),
         "step": document["counters"][entry["counter"]],
         "frozen": record.frozen,
         "frozen_rows": list(map(list, record.frozen_rows)),
         "ties": [spelled(alias.path) for alias in record.aliases],
         "masked": sorted(map(spelled, record.masked)),
         "slots": slots,
-        "bytes": sum(contents.arrays[slot_name(record.path, slot)].nbytes for slot in slots),
+        "bytes": sum(contents.arrays[slot_name(path, slot)].nbytes for slot in slots),
     }
 
 
@@ -78,19 +80,19 @@ def _size(shape: Iterable[int]) -> int:
     return int(np.prod(list(shape), dtype=np.int64))
 
 
-def rule_text(data: Any) -> str:
+def _rule_text(data: Any) -> str:
     """A rule of a document as a person reads it."""
     if isinstance(data, list):
-        return f"({', '.join(map(rule_text, data))})"
+        return f"({', '.join(map(_rule_text, data))})"
     if not isinstance(data, Mapping):
         return repr(data)
     if "chain" in data:
-        return f"Chain({', '.join(map(rule_text, data['chain']))})"
+        return f"Chain({', '.join(map(_rule_text, data['chain']))})"
     if "code" in data:
         return str(data["code"])
     if "array" in data:
         return "…"
-    values = ", ".join(f"{name}={rule_text(value)}" for name, value in data["with"].items())
+    values = ", ".join(f"{name}={_rule_text(value)}" for name, value in data["with"].items())
     return f"{data.get('rule') or data.get('schedule')}({values})"
 
 
@@ -145,7 +147,7 @@ def diff(first: "str | os.PathLike[str]", second: "str | os.PathLike[str]") -> d
             found["reshaped"][name] = [list(old.shape), list(new.shape)]
         elif not np.array_equal(_bits(old), _bits(new)):
             found["moved"][name] = _distance(old, new)
-    both = [contents_of(each) for each in (first, second)]
+    both = [_told(a, first), _told(b, second)]
     facts = [{entry["path"]: entry for entry in each["parameters"]} for each in both]
     for path in sorted(facts[0].keys() & facts[1].keys()):
         keys = ("rule", "step", "frozen", "frozen_rows", "ties", "masked")
@@ -184,19 +186,20 @@ def _norm(array: np.ndarray) -> float:
 
 def misfits(file: "str | os.PathLike[str]", model: "str | os.PathLike[str]") -> list[str]:
     """What of a file does not fit the model whose values another file holds; nothing, when it fits."""
-    mine, there = contents_of(file), read(model)
+    own, there = read(file), read(model)
+    mine = _told(own, file)
     if not mine["parameters"]:
         raise StateError(f"{file} holds no state")
     slots = set() if there.document is None else slot_names(there.document)
     shapes = {path_of(name): array.shape for name, array in there.arrays.items() if name not in slots and not name.startswith("/")}
     for record in () if there.document is None else map(record_of, there.document["parameters"]):
-        shapes |= {path: shape_through(view, record.shape) for path, view in _places(record)}
-    records = list(map(record_of, read(file, verify=False).document["parameters"]))
+        shapes |= {path: shape_through(view, record.shape) for path, view, _ in record.places}
+    records = list(map(record_of, own.document["parameters"]))
     # As loading does, without the shells that DataParallel and torch.compile put in front.
     plain = plain_names(None, {path for record in records for path in record.paths}, shapes.keys())
     found, known = [], {plain(Path(name)) for name in mine["arrays"]}
     for record in records:
-        here = {plain(path) or path: shape_through(view, record.shape) for path, view in _places(record)}
+        here = {plain(path) or path: shape_through(view, record.shape) for path, view, _ in record.places}
         known |= here.keys()
         if not here.keys() & shapes.keys():
             found.append(f"{record.path}: not in the model")
@@ -206,10 +209,6 @@ def misfits(file: "str | os.PathLike[str]", model: "str | os.PathLike[str]") -> 
             if path in shapes and tuple(shapes[path]) != tuple(shape)
         ]
     return found + [f"{path}: in the model, without a state" for path in shapes if path not in known]
-
-
-def _places(record: Parameter) -> list[tuple[Path, View]]:
-    return [(record.path, SAME), *((alias.path, alias.view) for alias in record.aliases)]
 
 
 # Names ----------------------------------------------------------------------------------------------------------------
@@ -224,10 +223,13 @@ def rename(file: "str | os.PathLike[str]", out: "str | os.PathLike[str]", names:
     document = contents.document
     entries = [] if document is None else document["parameters"]
     slots = {
-        f"{entry['path']}/{slot}": (entry["path"], slot) for entry in entries for slot in entry["slots"] or () if slot is not None
+        slot_name(entry["path"], slot): (entry["path"], slot)
+        for entry in entries
+        for slot in entry["slots"] or ()
+        if slot is not None
     }
     places = {Path(name) for name in contents.arrays if name not in slots and not name.startswith("/")}
-    places |= {Path(path) for entry in entries for path in (entry["path"], *(alias for alias, _ in entry["ties"]))}
+    places |= set(() if document is None else paths_of(document))
     change = renamer(names, places)
     taken: dict[Path, Path] = {}
     for path in sorted(places, key=str):
@@ -244,7 +246,7 @@ def rename(file: "str | os.PathLike[str]", out: "str | os.PathLike[str]", names:
     arrays = {}
     for name, array in contents.arrays.items():
         owner, slot = slots.get(name, (name, None))
-        arrays[named(owner) if slot is None else f"{named(owner)}/{slot}"] = array
+        arrays[named(owner) if slot is None else slot_name(named(owner), slot)] = array
     if document is None:
         raise StateError(f"{file} holds no state of this library; its names are changed as it is loaded: load(…, rename=…)")
     parameters = [

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 
 from optimisers.backends.arrays import dtype_name, library_of
 from optimisers.errors import PathError, StateError, listed
-from optimisers.files.checkpoint import load, save
-from optimisers.files.document import path_of
+from optimisers.files.checkpoint import save, without_model
+from optimisers.files.document import path_of, read
 from optimisers.files.replacing import replacing
-from optimisers.files.tensors import read, write
+from optimisers.files.tensors import write
+from optimisers.interop.torch_groups import follows_schedule
 from optimisers.model.reading import parameters_of
 from optimisers.model.slots import converted
 from optimisers.model.ties import SAME
@@ -98,7 +99,7 @@ def _read(
         contents = read(file)
         if contents.document is None:
             return _Found(None, contents.arrays)
-        loaded = load(file)
+        loaded = without_model(contents, None, file)
         return _Found(loaded.state, loaded.model, loaded.extra)
     return _read_torch(file, model, kind, names, which)
 
@@ -111,6 +112,8 @@ def _read_torch(file: Any, model: Any, kind: str | None, names: Sequence[str] | 
     if not isinstance(held, Mapping):
         raise StateError(f"{file} holds a {type(held).__name__}, and neither an optimizer nor a module")
     if held and all(hasattr(each, "dtype") for each in held.values()):
+        if model is not None or kind is not None or names is not None or which is not None:
+            raise StateError(f"{file} holds values of a model alone; model, kind, names and which are for an optimizer")
         return _Found(None, _named(file, held))
     optimizer, step = optimizer_in(held, file, which)
     if model is not None:
@@ -123,12 +126,12 @@ def _read_torch(file: Any, model: Any, kind: str | None, names: Sequence[str] | 
                 "which the optimizer was given them (--names)"
             )
         values = _everywhere(inside.state, {name: _as_torch(each) for name, each in inside.values.items()})
-    elif "state_dict" in held:
+    elif isinstance(held.get("state_dict"), Mapping):
         values = {name: each for name, each in held["state_dict"].items() if hasattr(each, "dtype")}
     else:
         raise StateError(f"{file} holds an optimizer alone; give a file with the values of its model, too (--model)")
     values = _named(file, values)
-    return _Found(from_torch(optimizer, _tree(values), kind=kind, names=names, step=step), values)
+    return _Found(from_torch(optimizer, _tree(values), kind=kind, names=names, step=step), _spelled(values))
 
 
 def _named(file: Any, values: Mapping[Any, Any]) -> Mapping[str, Any]:
@@ -159,15 +162,20 @@ def _read_trainer(folder: Any, kind: str | None, names: Sequence[str] | None) ->
     if not isinstance(cls, type) or not issubclass(cls, transformers.PreTrainedModel):
         raise StateError(f"{folder}: its model is a {name}, which Transformers does not have; use from_checkpoint in Python")
     module = cls.from_pretrained(folder, **options)
-    return _Found(from_checkpoint(folder, module, kind=kind, names=names), module.state_dict())
+    return _Found(from_checkpoint(folder, module, kind=kind, names=names), _spelled(module.state_dict()))
+
+
+def _spelled(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by the spelled paths under which a state has them."""
+    return {str(path_of(name)): value for name, value in values.items()}
 
 
 def _everywhere(state: State | None, values: Mapping[str, Any]) -> dict[str, Any]:
     """The values by their names, those of ties at each place."""
     found = dict(values)
     for record in state.parameters if state is not None else ():
-        for alias in record.aliases:
-            found.setdefault(str(alias.path), alias.view.apply(values[str(record.path)]))
+        for path, view, _ in record.places[1:]:
+            found.setdefault(str(path), view.apply(values[str(record.path)]))
     return found
 
 
@@ -228,7 +236,7 @@ def _lost(state: State, extra: Any) -> Iterator[str]:
     """What a state dict of PyTorch does not hold."""
     if any(record.frozen for record in state.parameters):
         yield "what is frozen"
-    if any(callable(value) for rule in state.rules for member in rule.members for value in member.hyperparameters.values()):
+    if any(follows_schedule(value) for rule in state.rules for member in rule.members for value in member.hyperparameters.values()):
         yield "schedules (their values of now)"
     if not any(member.counts for rule in state.rules for member in rule.members):
         yield "counts of steps"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from optimisers.errors import StateError
-from optimisers.interop.torch_import import from_torch
+from optimisers.interop.torch_import import check_dict, from_torch
 from optimisers.state import State
 
 __all__ = ["from_checkpoint", "optimizer_in", "read_checkpoint", "trainer_names"]
@@ -105,9 +105,12 @@ def optimizer_in(found: Any, file: "str | os.PathLike[str]", which: int | None =
     if nested and {"state", "param_groups"} <= found[nested[0]].keys():
         found = found[nested[0]]
     if {"state", "param_groups"} <= found.keys():
+        check_dict(found)
+        if which is not None:
+            raise StateError(f"{file} holds one optimizer; leave which out")
         return found, _step_of_trainer(file)
     several = found.get("optimizer_states")
-    if not isinstance(several, Sequence) or not several:
+    if not isinstance(several, Sequence) or isinstance(several, str) or not several:
         inside = ", ".join(map(repr, list(found)[:5])) or "nothing"
         raise StateError(f"{file} holds no optimizer; in it there is {inside}")
     if which is None and len(several) > 1:
@@ -115,6 +118,7 @@ def optimizer_in(found: Any, file: "str | os.PathLike[str]", which: int | None =
     which = which or 0
     if not 0 <= which < len(several):
         raise StateError(f"{file} holds {len(several)} optimizer{'s' * (len(several) != 1)}, and number {which} is none of them")
+    check_dict(several[which])
     # With several optimizers, the count is that of their steps together.
     return several[which], found.get("global_step") if len(several) == 1 else None
 

@@ -1,6 +1,6 @@
 """Optimisers of PyTorch taken over in mid-training, with their moments, counts and groups; and states given back to PyTorch."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -160,7 +160,7 @@ def _read(
         places = _by_object(groups, module, found)
     elif isinstance(optimizer, Mapping) and {"state", "param_groups"} <= optimizer.keys():
         groups, states = optimizer["param_groups"], optimizer["state"]
-        _check_dict(groups, states)
+        check_dict(optimizer)
         form = _kind_named(kind) if kind is not None else _kind_told_by(groups)
         places = _by_order(groups, module, found, names)
     else:
@@ -181,13 +181,19 @@ def _read(
     return own, groups, form
 
 
-def _check_dict(groups: Any, states: Any) -> None:
+def check_dict(optimizer: Any) -> None:
     """Check the form of a state dict.
 
     **Raises** `StateError`.
     """
+    given = optimizer if isinstance(optimizer, Mapping) else {}
+    groups: Any = given.get("param_groups")
+    states: Any = given.get("state")
     fine = isinstance(groups, Sequence) and all(
-        isinstance(group, Mapping) and isinstance(group.get("params"), Sequence) and not isinstance(group["params"], str)
+        isinstance(group, Mapping)
+        and isinstance(group.get("params"), Sequence)
+        and not isinstance(group["params"], str)
+        and all(isinstance(key, Hashable) for key in group["params"])
         for group in groups
     )
     if not fine or not isinstance(states, Mapping) or not all(isinstance(each, Mapping) for each in states.values()):

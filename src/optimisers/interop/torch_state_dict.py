@@ -119,8 +119,7 @@ class Loaded:
 
     def _view(self, name: str) -> View:
         """How the name that a parameter has in the file is seen from the one that it has here."""
-        path, record = self._paths[name], self._record(name)
-        return next((alias.view for alias in record.aliases if alias.path == path), SAME)
+        return self._record(name).view_at(self._paths[name])
 
     def _find_order(self) -> list[int]:
         """For each group of the file the group here."""

@@ -55,6 +55,15 @@ class Parameter(NamedTuple):
         return (self.path, *(alias.path for alias in self.aliases))
 
     @property
+    def places(self) -> tuple[Alias, ...]:
+        """All occurrences, the canonical one first, each with how the parameter is seen from there."""
+        return (Alias(self.path, SAME, self.owners), *self.aliases)
+
+    def view_at(self, path: Path) -> View:
+        """How the parameter is seen from one of its paths."""
+        return next((alias.view for alias in self.aliases if alias.path == path), SAME)
+
+    @property
     def name(self) -> Any:
         """The last key of the canonical path: `"weight"`."""
         return self.path[-1] if self.path else None
@@ -74,8 +83,7 @@ class Parameter(NamedTuple):
         """One record for each occurrence, as if it stood alone."""
         if not self.aliases:
             return (self,)
-        own = [Alias(self.path, SAME, self.owners), *self.aliases]
-        return tuple(self._replace(path=each.path, owners=each.owners, aliases=()) for each in own)
+        return tuple(self._replace(path=each.path, owners=each.owners, aliases=()) for each in self.places)
 
     @property
     def live_rows(self) -> Runs | None:

@@ -125,10 +125,11 @@ class Opened:
         """A model with other arrays for some parameters, at every occurrence; the others are shared with this one."""
         leaves = list(self.leaves)
         for at, array in changed.items():
-            leaves[self.canonical[at]] = array
+            place = self.canonical[at]
+            leaves[place] = standing_as(array, leaves[place])
         for at, place, view in self.aliases:
             if at in changed:
-                leaves[place] = standing_as(view.apply(changed[at]), leaves[place])
+                leaves[place] = standing_as(view.apply(leaves[self.canonical[at]]), leaves[place])
         return self.rebuild(leaves)
 
     def rebuild(self, leaves: list[Any]) -> Any:
@@ -154,7 +155,7 @@ def open_with(layout: Layout, model: Any) -> Opened:
 
 
 def _find(layout: Layout, structure: Structure, leaves: list[Any]) -> _Places:
-    at = {path: place for place, path in enumerate(structure.paths)}
+    at = structure.places
     for parameter in layout.parameters:
         for path in parameter.paths:
             if path not in at:

@@ -10,7 +10,7 @@ from optimisers.model.layout import Alias, Parameter, Runs, runs_of
 from optimisers.model.paths import Path
 from optimisers.model.ties import SAME, View, named_view, rows_through, shape_through
 
-__all__ = ["below", "tied", "untied", "with_rows"]
+__all__ = ["below", "rows_seen", "tied", "untied", "with_rows"]
 
 
 def tied(goes: Parameter, alias: Path, stays: Parameter, path: Path, view: str | None) -> Parameter:
@@ -59,15 +59,14 @@ def untied(parameter: Parameter, path: Path) -> tuple[Parameter, Parameter, View
         owners=alias.owners,
         aliases=(),
         masked=parameter.masked & {path},
-        frozen_rows=_rows_seen(parameter, alias),
+        frozen_rows=rows_seen(parameter, alias.path, alias.view),
     )
     return rest, alone, alias.view
 
 
 def below(parameter: Parameter, branch: Path) -> tuple[Parameter, View] | None:
     """A record as seen from a branch of the model, and how its array is seen there; `None` when no occurrence lies in it."""
-    own = (Alias(parameter.path, SAME, parameter.owners), *parameter.aliases)
-    inside = [alias for alias in own if alias.path.startswith(branch)]
+    inside = [place for place in parameter.places if place.path.startswith(branch)]
     if not inside:
         return None
     first = inside[0]
@@ -80,17 +79,19 @@ def below(parameter: Parameter, branch: Path) -> tuple[Parameter, View] | None:
         owners=first.owners[len(branch) :],
         aliases=aliases,
         masked=frozenset(path.below(branch) for path in parameter.masked if path.startswith(branch)),
-        frozen_rows=_rows_seen(parameter, first),
+        frozen_rows=rows_seen(parameter, first.path, first.view),
     )
     return record, first.view
 
 
-def _rows_seen(parameter: Parameter, alias: Alias) -> Runs:
-    """The frozen rows, as the alias has them."""
-    if parameter.frozen_rows and not rows_through(alias.view):
+def rows_seen(parameter: Parameter, path: Path, view: View) -> Runs:
+    """The frozen rows, as they are seen from a place.
+
+    **Raises** `StateError` where they are no rows there.
+    """
+    if parameter.frozen_rows and not rows_through(view):
         raise StateError(
-            f"rows of {parameter.path} are frozen, and at {alias.path}, where it is seen {alias.view}, they are no rows; "
-            "thaw them first"
+            f"rows of {parameter.path} are frozen, and at {path}, where it is seen {view}, they are no rows; thaw them first"
         )
     return parameter.frozen_rows
 

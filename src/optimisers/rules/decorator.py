@@ -59,14 +59,14 @@ def _with_known_names(init: Callable[..., None]) -> Callable[..., None]:
 
 def _check_kernel(cls: type[Rule]) -> None:
     """Check the arguments of a kernel: it is a function of elements, not a method."""
-    kernel, slots = cls.__dict__.get("kernel"), cls.__dict__.get("slots", {})
+    kernel, slots = cls.__dict__.get("kernel"), cls.slots
     if not isinstance(kernel, staticmethod) or not isinstance(slots, Mapping):
         return
     names = list(inspect.signature(kernel.__func__).parameters.values())
     plain = [each for each in names if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]
     wanted = ["xp", "g", "p", "h", *slots]
     fits = any(each.kind is each.VAR_POSITIONAL for each in names) or len(plain) == len(wanted)
-    if not fits or plain[0].name == "self":
+    if not fits or names[0].name == "self":
         raise HyperparameterError(
             f"{cls.__name__}.kernel takes ({', '.join(each.name for each in names)}); "
             f"with its slots it takes ({', '.join(wanted)}), and no self"
