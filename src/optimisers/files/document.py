@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from optimisers.backends.arrays import dtype_name
 from optimisers.errors import OptimiserError, PathError, StateError
 from optimisers.files import plain_data, tensors
 from optimisers.files.plain_rules import plain_value, rule_as_data, rule_from_data
@@ -289,7 +290,7 @@ def _slots(record: Parameter, names: Any, program: Any, arrays: Mapping[str, Any
         array = arrays[slot_name(spelled(record.path), name)]
         # Of an ensemble there is an axis in front for each of its members.
         wanted = tuple(kind.shape(record.shape) if kind.shape else record.shape)
-        if array.dtype.name != dtype or tuple(array.shape)[len(array.shape) - len(wanted) :] != wanted:
+        if dtype_name(array) != dtype or tuple(array.shape)[len(array.shape) - len(wanted) :] != wanted:
             raise StateError(f"{file}: {record.path}/{name} is {array.dtype.name}{list(array.shape)}, not {dtype}{list(wanted)}")
         found.append(array)
     return tuple(found)

@@ -178,9 +178,9 @@ def _as_written(file: Any, arrays: Mapping[str, np.ndarray], table: Mapping[str,
         )
     for name, (dtype, shape, _) in table.items():
         array = arrays[name]
-        if dtype in _PAIRS and array.dtype.name == _PAIRS[dtype] and array.shape == (*shape, 2):
+        if dtype in _PAIRS and dtype_name(array) == _PAIRS[dtype] and array.shape == (*shape, 2):
             array = array.view(numpy_dtype(dtype)).reshape(shape)
-        if (array.dtype.name, list(array.shape)) != (dtype, shape):
+        if (dtype_name(array), list(array.shape)) != (dtype, shape):
             raise StateError(
                 f"{file}: {name} is {array.dtype.name}{list(array.shape)}, and was written as {dtype}{shape}; the file is damaged"
             )

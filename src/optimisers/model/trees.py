@@ -146,22 +146,23 @@ def _too_deep(model: Any) -> str:
     """Why a model cannot be opened: the path at which it refers to itself, or its depth."""
     trail: list[tuple[Any, list[tuple[Hashable, Any]]]] = [(model, _children(model))]
     keys: list[Hashable] = []
+    above = {id(model): 0}
     while trail:
-        rest = trail[-1][1]
+        node, rest = trail[-1]
         if not rest:
             trail.pop()
-            del keys[-1:]
+            del keys[-1:], above[id(node)]
             continue
         key, child = rest.pop()
-        for at, (above, _) in enumerate(trail):
-            if above is child:
-                where = Path(keys[:at])
-                return (
-                    f"the model refers to itself: {Path([*keys, key])} is {where or 'the model itself'} again; "
-                    "a model is a tree, so keep the back-reference out of its fields"
-                )
+        if id(child) in above:
+            where = Path(keys[: above[id(child)]])
+            return (
+                f"the model refers to itself: {Path([*keys, key])} is {where or 'the model itself'} again; "
+                "a model is a tree, so keep the back-reference out of its fields"
+            )
         children = _children(child)
         if children:
+            above[id(child)] = len(trail)
             trail.append((child, children))
             keys.append(key)
         if len(trail) > 100_000:
