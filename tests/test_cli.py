@@ -356,3 +356,12 @@ def test_a_file_that_is_damaged_or_missing_is_an_error(command: str, tmp_path: P
 def test_completion_of_a_shell_is_printed(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert exits("--print-completion", shell) == 0
     assert "rename" in capsys.readouterr().out
+
+
+def test_what_does_not_train_is_renamed_as_well(tmp_path: Path) -> None:
+    model = {"a": {"w": np.ones(1), "v": np.ones(1)}}
+    op.save(tmp_path / "old", op.setup(op.Adam(), model, trainable="a.w"))
+    assert main(["rename", str(tmp_path / "old"), str(tmp_path / "new"), "--map", "a=b"]) == 0
+    state = op.load(tmp_path / "new", {"b": model["a"]}).state
+    assert [str(path) for path in state] == ["b.w"]
+    assert state.layout.excluded == {op.Path("b.v")}

@@ -507,3 +507,59 @@ def test_where_no_file_can_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "there.safetensors").mkdir()
     with pytest.raises(IsADirectoryError, match=r"there\.safetensors"):
         convert(tmp_path / "a.pt", tmp_path / "there.safetensors")
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        {"state": {}, "param_groups": 3},
+        {"state": {}, "param_groups": [{"params": [[0]]}]},
+        {"state_dict": 3, "optimizer_states": [{"state": {}, "param_groups": []}]},
+        {"optimizer_states": [3]},
+        {"optimizer_states": "three"},
+    ],
+)
+def test_state_dicts_of_another_form_are_errors(held: Any, tmp_path: Path) -> None:
+    torch.save(held, tmp_path / "optimizer.pt")
+    torch.save({"w": torch.ones(1)}, tmp_path / "m.pt")
+    with pytest.raises(StateError):
+        convert(tmp_path / "optimizer.pt", tmp_path / "out.safetensors", model=tmp_path / "m.pt", names=["w"])
+    with pytest.raises(StateError):
+        from_checkpoint(tmp_path / "optimizer.pt", nn.Linear(1, 1))
+    with pytest.raises(StateError):
+        convert(tmp_path / "optimizer.pt", tmp_path / "out.safetensors")
+    assert not (tmp_path / "out.safetensors").exists()
+
+
+def test_arguments_that_would_be_passed_over_are_errors(tmp_path: Path) -> None:
+    module = nn.Linear(1, 1)
+    optimizer = torch.optim.Adam(module.parameters())
+    torch.save(optimizer.state_dict(), tmp_path / "o.pt")
+    torch.save(module.state_dict(), tmp_path / "m.pt")
+    with pytest.raises(StateError, match="holds one optimizer; leave which out"):
+        from_checkpoint(tmp_path / "o.pt", module, which=5)
+    for given in ({"kind": "Adam"}, {"names": ["weight"]}, {"model": tmp_path / "o.pt"}, {"which": 0}):
+        with pytest.raises(StateError, match="holds values of a model alone"):
+            convert(tmp_path / "m.pt", tmp_path / "out.safetensors", **given)  # type: ignore[arg-type]
+
+
+def test_names_with_slashes_go_through(tmp_path: Path) -> None:
+    values = {"a/b": torch.ones(2), "c": torch.zeros(2)}
+    params = [nn.Parameter(each.clone()) for each in values.values()]
+    optimizer = torch.optim.Adam(params)
+    for param in params:
+        param.grad = torch.ones(2)
+    optimizer.step()
+    torch.save(optimizer.state_dict(), tmp_path / "o.pt")
+    torch.save(values, tmp_path / "m.pt")
+    for out in ("out.safetensors", "out.pt"):
+        convert(tmp_path / "o.pt", tmp_path / out, model=tmp_path / "m.pt", names=list(values), kind="Adam")
+    assert [str(path) for path in op.load(tmp_path / "out.safetensors").state] == ['"a/b"', "c"]
+    assert len(torch.load(tmp_path / "out.pt", weights_only=True)["state"]) == 2
+
+
+def test_a_schedule_inside_of_a_pair_is_said_to_be_lost(tmp_path: Path) -> None:
+    model = {"w": np.ones(2)}
+    state = op.setup(op.Adam(betas=(op.schedules.Linear(0.9, 0.8, 10), 0.999)), model)
+    op.save(tmp_path / "run.safetensors", state, model)
+    assert "schedules" in convert(tmp_path / "run.safetensors", tmp_path / "o.pt")

@@ -1,6 +1,8 @@
 """Heat maps: the picture as pixels, and the page in a real browser."""
 
 import sys
+from base64 import b64decode
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,7 @@ def recording(parameters: int = 8, samples: int = 12) -> op.Recording:
     return found
 
 
-def pixels(file: Path) -> np.ndarray:
+def pixels(file: "Path | BytesIO") -> np.ndarray:
     """A picture as an array of rows, columns and colours."""
     from matplotlib.image import imread
 
@@ -141,12 +143,11 @@ def hover(page: Any, row: int, sample: int) -> str:
 
 def colours(page: Any) -> np.ndarray:
     """The pixels of the map."""
-    flat, width, height = page.evaluate(
-        """() => { const ratio = window.devicePixelRatio; const part = pen.getImageData(
-            ...[plot.x, plot.y, plot.width, plot.height].map(each => Math.round(each * ratio)));
-            return [[...part.data], part.width, part.height]; }"""
+    url, left, top, width, height = page.evaluate(
+        """() => [canvas.toDataURL(), ...[plot.x, plot.y, plot.width, plot.height].map(
+            each => Math.round(each * window.devicePixelRatio))]"""
     )
-    return np.array(flat, int).reshape(height, width, 4)[..., :3]
+    return pixels(BytesIO(b64decode(url.partition(",")[2])))[top : top + height, left : left + width]
 
 
 def test_a_page_tells_path_step_and_values(page: Any) -> None:

@@ -1,5 +1,6 @@
 """Parts of chains and rules on whole arrays: precision, averages, noise, matrices, and members addressed by name."""
 
+import copy
 import pickle
 from typing import Any
 
@@ -725,3 +726,44 @@ def test_a_reshaped_place_on_its_own_gets_the_rule_for_its_shape() -> None:
     for refused in (op.Muon(), op.Adafactor(factored=True)):
         with pytest.raises(StateError, match=r"b\.x: .* cannot train it"):
             op.setup(refused, model).untie("b.x")
+
+
+# Modules of PyTorch -----------------------------------------------------------------------------------------------------
+
+
+def _tied_module() -> Any:
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 3, bias=False))
+    module[1].weight = module[0].weight
+    return module
+
+
+def _with_gradients(module: Any) -> Any:
+    module.zero_grad()
+    module(module[0].weight.detach().new_ones(2, 3)).square().sum().backward()
+    return module
+
+
+def test_the_average_of_a_module_is_a_module_with_its_parameters_and_ties() -> None:
+    state = op.setup(op.Chain(op.Descent(0.1), op.Average(0.5)), module := _tied_module())
+    state, module = op.update(state, _with_gradients(module))
+    average = op.averaged(state, module)
+    assert isinstance(average[0].weight, torch.nn.Parameter)
+    assert average[1].weight is average[0].weight
+    assert average[0].weight.is_leaf
+    assert average[0].weight.requires_grad
+
+
+def test_a_module_trains_on_after_it_was_evaluated() -> None:
+    state = op.setup(op.ScheduleFree(0.1), module := _tied_module())
+    other_state, other = op.setup(op.ScheduleFree(0.1), _tied_module()), _tied_module()
+    for _ in range(3):
+        state, module = op.update(state, _with_gradients(module))
+        evaluated, best = op.evaluation(state, module)
+        copy.deepcopy(best)
+        state, module = op.training(evaluated, best)
+        assert module[1].weight is module[0].weight
+        assert isinstance(module[0].weight, torch.nn.Parameter)
+        other_state, other = op.update(other_state, _with_gradients(other))
+    assert state.step == state["0.weight"].step == 3  # type: ignore[union-attr]
+    torch.testing.assert_close(module[0].weight, other[0].weight, rtol=1e-4, atol=1e-6)

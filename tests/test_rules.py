@@ -736,3 +736,34 @@ def test_numbers_of_a_rule_do_not_depend_on_numpy_dtype_names() -> None:
     _, model = train(op.Descent(0.5), {"x": swapped}, {"x": np.array([2.0, 2.0], ">f8")})
     assert model["x"].tolist() == [0.0, 1.0]
     assert numpy_dtype("float32").itemsize == model["x"].itemsize
+
+
+def test_a_subclass_of_a_rule_may_have_another_kernel_with_the_same_slots() -> None:
+    @op.rule
+    class SignAdam(op.Adam):
+        def kernel(xp: Any, g: Any, p: Any, h: Any, mu: Any, nu: Any) -> Any:
+            mu = mu + h.w1 * (g - mu)
+            return h.lr * xp.sign(mu), mu, nu
+
+    model = np.ones(2)
+    state, new = op.update(op.setup(SignAdam(0.5), model), model, np.array([3.0, -2.0]))
+    assert new.tolist() == [0.5, 1.5]
+    assert list(state[""].slots) == ["mu", "nu"]  # type: ignore[union-attr]
+
+
+def test_a_kernel_may_take_all_its_slots_together() -> None:
+    @op.rule
+    class Any1(op.Rule):
+        lr: op.Hyper = 0.5
+        slots = {"mu": op.LIKE}
+
+        def scalars(self, step: Any) -> Any:
+            return {"lr": self.lr}
+
+        def kernel(*given: Any) -> Any:
+            _, g, _, h, mu = given
+            return h.lr * g, mu + g
+
+    with op.reference_only():
+        _, new = op.update(op.setup(Any1(), np.ones(1)), np.ones(1), np.ones(1))
+    assert new.tolist() == [0.5]

@@ -396,3 +396,11 @@ def test_a_plot_draws_every_step_and_can_be_saved(tmp_path: Path) -> None:
     assert len(axes.lines) == 2
     axes.figure.savefig(tmp_path / "rate.png")
     assert (tmp_path / "rate.png").stat().st_size > 1000
+
+
+def test_any_function_can_be_shifted() -> None:
+    assert Shifted(0.1, 5)(7) == 0.1
+    shifted = Shifted(lambda step: step * 2.0, 10)
+    assert shifted(13) == 6.0
+    assert shifted(0) == 0.0
+    assert shifted.length == 110

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -534,3 +535,56 @@ def test_factored_slots_behind_a_transpose_start_afresh() -> None:
     state, _ = train(op.Adafactor(0.1), nested, {"a": {"w": w}})
     part = branch(state, "b")
     assert (leaf(part, "w").step, leaf(part, "w").slots["row"].shape) == (0, (3, 1))
+
+
+# Spent ----------------------------------------------------------------------------------------------------------------
+
+
+def _spending() -> dict[str, Any]:
+    """Ways in which `update_` writes into the slots of a state, each as a rule, a parameter and a gradient."""
+    ones = np.ones((3, 3), np.float32)
+    return {
+        "in one pass": (op.Momentum(), ones, ones),
+        "a gradient of another dtype": (op.Momentum(), ones, ones.astype(np.float64)),
+        "on whole arrays": (op.Muon(), ones, ones),
+        "factored": (op.Adafactor(), ones, ones),
+    }
+
+
+@pytest.mark.parametrize("kind", _spending())
+@pytest.mark.parametrize("reference", [False, True])
+def test_a_state_whose_slots_were_written_is_spent(kind: str, reference: bool) -> None:
+    rule, param, grad = _spending()[kind]
+    with op.reference_only() if reference else nullcontext():
+        old, model = op.update(op.setup(rule, {"w": param.copy()}), {"w": param.copy()}, {"w": grad})
+        before = {name: slot.copy() for name, slot in old["w"].slots.items()}  # type: ignore[union-attr]
+        op.update_(old, model, {"w": grad})
+    wrote = any((slot != before[name]).any() for name, slot in old["w"].slots.items())  # type: ignore[union-attr]
+    assert old.spent == wrote
+    assert wrote
+
+
+def test_a_spent_state_is_refused_everywhere() -> None:
+    model = {"w": np.ones(3)}
+    old, model = op.update(op.setup(op.ScheduleFree(), model), model, model)
+    op.update_(old, model, model)
+    average = op.setup(op.Chain(op.Adam(), op.Average()), model)
+    average, model = op.update(average, model, model)
+    op.update_(average, model, model)
+    for ask in (
+        lambda: op.evaluation(old, model),
+        lambda: op.averaged(average, model),
+        lambda: pickle.dumps(old),
+        lambda: copy.deepcopy(old),
+        lambda: old.freeze("w"),
+        lambda: op.update(old, model, model),
+    ):
+        with pytest.raises(StateError, match="update_ has written"):
+            ask()
+
+
+def test_states_that_hold_nan_are_equal_to_their_copies() -> None:
+    model = {"w": np.ones(3)}
+    state, _ = op.update(op.setup(op.Adam(), model), model, {"w": np.array([np.nan, 1.0, np.inf])})
+    assert pickle.loads(pickle.dumps(state)) == state
+    assert copy.deepcopy(state) == state

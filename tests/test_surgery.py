@@ -552,6 +552,8 @@ def test_a_plan_is_for_the_outside_of_jit() -> None:
         op.Unfreezing(["b"], 1)(op.setup(op.Adam(), model))
     with pytest.raises(StateError, match="no path of the model has the number of a layer"):
         op.Unfreezing.by_depth(model, 1)
+    with pytest.raises(StateError, match="a depth is a whole number or None, not 'top'"):
+        op.Unfreezing.by_depth(model, 1, depth=lambda record: "top")  # type: ignore[arg-type,return-value]
 
 
 def test_plans_whose_functions_look_alike_freeze_what_each_selects() -> None:
