@@ -231,7 +231,7 @@ def test_show_tells_what_is_in_a_file(files: tuple[str, str], capsys: pytest.Cap
     shown = capsys.readouterr().out
     for text in (
         "4 × 3",
-        "1 rows frozen, tied: head",
+        "1 of 4 rows frozen, tied: head",
         "A = AdamW(lr=files.<locals>.<lambda>",
         "no parameter",
         "step 1; 256 B of state",

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 import optimisers as op
-from optimisers.leaf import size_of
+from optimisers.text import size_of
 from tests.conftest import Backend, train
 
 

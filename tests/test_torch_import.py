@@ -11,7 +11,8 @@ from torch import nn, optim
 
 import optimisers as op
 from optimisers import errors
-from optimisers.interop.torch_import import from_torch, to_state_dict, to_torch
+from optimisers.interop.torch_export import to_state_dict, to_torch
+from optimisers.interop.torch_import import from_torch
 from tests.conftest import leaf
 
 Make = Callable[[Any], optim.Optimizer]

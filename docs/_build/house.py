@@ -13,12 +13,12 @@ ROOMS = [
     ],
     [
         ("a step", "what depends on the layout, what on sums, and the step", "plan decisions update"),
-        ("setting up, gradients", "parameters found; gathered, flat, differentiated", "setup gradients differentiate"),
-        ("changing", "another model, other rates, thawing, averages", "surgery composing groups unfreezing evaluation"),
+        ("setting up, gradients", "parameters found; gathered, flat, differentiated", "setup gradients flat differentiate"),
+        ("changing", "another model, other rates, thawing, averages", "surgery composing by_parameter unfreezing evaluation"),
         ("looking", "a table", "report"),
     ],
     [
-        ("state", "leaves by path; every method gives a new one", "state assignment leaf pytree html_tree"),
+        ("state", "leaves by path; every method gives a new one", "state assignment leaf slots text pytree html_tree"),
         ("schedules", "numbers as functions of the step", "schedules"),
     ],
     [("model/", "paths, containers, ties, selectors, the layout: the static half of a state", "model")],

@@ -38,7 +38,8 @@ _LINKED = {
             "optax": "as_optax from_optax",
             "optax_states": "state_from_optax state_to_optax",
             "torch_checkpoints": "from_checkpoint",
-            "torch_import": "from_torch to_torch to_state_dict",
+            "torch_import": "from_torch",
+            "torch_export": "to_torch to_state_dict",
             "torch_optim": "Optimizer",
         }.items()
         for name in names.split()

@@ -2,12 +2,13 @@
 
 from optimisers import errors, schedules
 from optimisers.backends.choose import reference_only
+from optimisers.by_parameter import layerwise, no_decay
 from optimisers.composing import compose
 from optimisers.differentiate import grad, value_and_grad
 from optimisers.evaluation import averaged, evaluation, training
 from optimisers.files.checkpoint import Loaded, load, save
-from optimisers.gradients import destructure, global_norm, partition
-from optimisers.groups import layerwise, no_decay
+from optimisers.flat import destructure, partition
+from optimisers.gradients import global_norm
 from optimisers.leaf import Leaf
 from optimisers.model import select
 from optimisers.model.layout import Parameter

@@ -7,7 +7,8 @@ from typing import Any, TypeAlias
 from optimisers.errors import HyperparameterError, StateError
 from optimisers.model.layout import Parameter
 from optimisers.model.select import Selector, as_selector, check_names, matching
-from optimisers.rules.base import FROM_OPTAX, Rule, is_of_optax
+from optimisers.rules.base import Rule
+from optimisers.rules.values import FROM_OPTAX, is_of_optax
 
 __all__ = ["RuleFor", "RuleOf", "assign", "check_kind", "check_selectors", "chooser"]
 

@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
+from optimisers.backends.conversion import copied
 from optimisers.errors import PathError, StateError
 from optimisers.leaf import same_value
 from optimisers.model.layout import Alias
 from optimisers.model.paths import Path
-from optimisers.model.slots import copied
 from optimisers.rules.base import Rule
-from optimisers.state import State, check_state, check_step, check_whole
+from optimisers.state import State, check_state, check_step, check_unspent
 
 __all__ = ["compose"]
 
@@ -52,7 +52,7 @@ def compose(states: Mapping[Any, State], *, step: int | None = None) -> State:
     counters: list[Any] = []
     parameters, slots, seen = [], [], set[int]()
     for name, state in parts.items():
-        check_whole(state, f"{name}: ")
+        check_unspent(state, f"{name}: ")
         above = (dict,) * len(name)
         for record, own in zip(state.parameters, state.slots, strict=True):
             parameters.append(
@@ -79,7 +79,7 @@ def compose(states: Mapping[Any, State], *, step: int | None = None) -> State:
                     f"{name}: {member} decides for the whole tree, and stands otherwise than in the others; reset one of them"
                 )
     first = next(iter(parts.values()))
-    whole = first._next(
+    whole = first.arranged(
         parameters,
         slots,
         rules=rules,

@@ -10,8 +10,8 @@ import numpy as np
 from optimisers.backends.arrays import namespace_of
 from optimisers.backends.base import Batch, columns_of
 from optimisers.plan import Part
-from optimisers.rules.base import is_traced
 from optimisers.rules.program import Member
+from optimisers.rules.values import is_traced
 from optimisers.state import State
 
 __all__ = ["Job", "decide"]
@@ -41,7 +41,7 @@ class Job:
             slots=self.slots,
             live_rows=part.live_rows,
             in_place=in_place,
-            plan=part.kept,
+            kept=part.kept,
             addresses=state.addresses,
             scalars=self._scalars(part, state),
             row=part.row,

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from optimisers.errors import GradientError
-from optimisers.gradients import partition
+from optimisers.flat import partition
 from optimisers.model.jax_nodes import is_variable
 from optimisers.model.layout import Parameter
 from optimisers.model.torch_nodes import is_idle, is_parameter, lending

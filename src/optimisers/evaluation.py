@@ -6,15 +6,16 @@ from typing import Any
 import numpy as np
 
 from optimisers.backends.arrays import dtype_name, library_of
+from optimisers.backends.conversion import copied_as
 from optimisers.errors import StateError
 from optimisers.leaf import Leaf
 from optimisers.model.reading import open_with
-from optimisers.model.slots import copied_as
 from optimisers.rules.averages import Average
-from optimisers.rules.base import Rule, is_traced, member_names
+from optimisers.rules.base import Rule, member_names
 from optimisers.rules.parameter_free import ScheduleFree
 from optimisers.rules.precision import MixedPrecision
-from optimisers.state import State, check_state, check_whole
+from optimisers.rules.values import is_traced
+from optimisers.state import State, check_state, check_unspent
 
 __all__ = ["averaged", "evaluation", "training"]
 
@@ -31,7 +32,7 @@ def averaged(state: State, model: Any) -> Any:
     Example: see `Average`.
     """
     check_state(state, "averaged")
-    check_whole(state)
+    check_unspent(state)
     view = open_with(state.layout, model)
     changed = {}
     for at, array in enumerate(view.arrays):

@@ -11,8 +11,9 @@ from typing import Any
 from uuid import uuid4
 
 from optimisers.backends.arrays import dtype_name
-from optimisers.leaf import Leaf, bytes_of, letter_of, size_of
+from optimisers.leaf import Leaf, bytes_of
 from optimisers.model.paths import Path
+from optimisers.text import letter_of, path_text, rows_text, size_of
 
 __all__ = ["tree"]
 
@@ -286,7 +287,7 @@ def _marks(marks: Iterable[str]) -> str:
 def _marks_of(leaf: Leaf) -> list[str]:
     marks = ["frozen"] if leaf.frozen else []
     if leaf.frozen_rows:
-        marks.append(f"{sum(stop - start for start, stop in leaf.frozen_rows):,} of {leaf.shape[0]:,} rows frozen")
+        marks.append(rows_text(leaf.frozen_rows, leaf.shape[0]))
     return marks + ["tied"] * bool(leaf.ties) + ["masked"] * (leaf.path in leaf.masked)
 
 
@@ -304,7 +305,7 @@ def _more(count: int) -> str:
 
 def _name(keys: Sequence[Hashable]) -> str:
     """The spelling of a path, without its middle where it is long."""
-    name = str(Path(keys if len(keys) <= 2 * _NAME else (*keys[:_NAME], *keys[-_NAME:]))) or "(the model)"
+    name = path_text(Path(keys if len(keys) <= 2 * _NAME else (*keys[:_NAME], *keys[-_NAME:])))
     return name if len(name) <= _NAME else f"{name[: _NAME // 2]}…{name[-_NAME // 2 :]}"
 
 

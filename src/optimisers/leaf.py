@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 
 from optimisers.backends.arrays import dtype_name, itemsize_of, library_of
-from optimisers.model.layout import Runs
+from optimisers.backends.rows import Runs
 from optimisers.model.paths import Path
 from optimisers.model.reading import equal_values
 from optimisers.rules.base import Rule
 from optimisers.rules.numbers import split
+from optimisers.text import notes_of, path_text
 
-__all__ = ["Leaf", "bytes_of", "letter_of", "line_of", "same_leaf", "same_value", "size_of"]
+__all__ = ["Leaf", "bytes_of", "line_of", "same_leaf", "same_value"]
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,11 @@ class Leaf:
         return f"Leaf({str(self.path)!r}, {self.dtype}{list(self.shape)}, {self.rule!r}, {', '.join(notes)})"
 
     @property
+    def notes(self) -> list[str]:
+        """What is particular about it, in words."""
+        return notes_of(self.shape, self.frozen, self.frozen_rows, self.ties, self.masked)
+
+    @property
     def nbytes(self) -> int:
         """The bytes of its slots."""
         return sum(map(bytes_of, self.slots.values()))
@@ -59,35 +65,8 @@ def bytes_of(slot: Any) -> int:
 
 def line_of(leaf: Leaf, many: bool) -> tuple[str, ...]:
     """A leaf as the cells of a line; with its rule, where there are many."""
-    notes = ["frozen"] if leaf.frozen else []
-    notes += [f"rows frozen: {sum(stop - start for start, stop in leaf.frozen_rows)}"] if leaf.frozen_rows else []
-    notes += [f"tied to {', '.join(map(str, leaf.ties))}"] if leaf.ties else []
-    notes += [f"masked at {', '.join(map(str, sorted(leaf.masked, key=str)))}"] if leaf.masked else []
     rule = (repr(leaf.rule),) if many else ()
-    return str(leaf.path) or "(the model)", f"{leaf.dtype}{list(leaf.shape)}", *rule, f"step {leaf.step}", "; ".join(notes)
-
-
-def size_of(nbytes: float) -> str:
-    """Bytes as a person reads them.
-
-    >>> size_of(112), size_of(3 * 2**20)
-    ('112 B', '3.0 MiB')
-    """
-    value: Any = nbytes
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024 or unit == "GiB":
-            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    raise AssertionError
-
-
-def letter_of(at: int) -> str:
-    """What stands for the rule of this number: A, B, …, Z, AA, AB, …
-
-    >>> letter_of(0), letter_of(27)
-    ('A', 'AB')
-    """
-    return (letter_of(at // 26 - 1) if at >= 26 else "") + chr(ord("A") + at % 26)
+    return path_text(leaf.path), f"{leaf.dtype}{list(leaf.shape)}", *rule, f"step {leaf.step}", ", ".join(leaf.notes)
 
 
 def same_leaf(a: Leaf, b: Leaf) -> bool:

@@ -10,10 +10,11 @@ import numpy as np
 
 from optimisers.backends.arrays import namespace_of
 from optimisers.backends.choose import backend_for, reference_only_is_set
-from optimisers.model.layout import Layout, slot_dtypes
+from optimisers.model.layout import Layout
 from optimisers.model.reading import picker
 from optimisers.rules.base import Rule
 from optimisers.rules.numbers import stack
+from optimisers.slots import slot_dtypes
 from optimisers.state import State
 
 __all__ = ["Part", "Plan", "counted", "plan_for"]

@@ -4,8 +4,9 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any
 
-from optimisers.rules.base import Rule, is_traced
-from optimisers.rules.numbers import Foreign, Parts, join, split
+from optimisers.rules.base import Rule
+from optimisers.rules.numbers import Foreign, SplitRules, join, split
+from optimisers.rules.values import is_traced
 
 __all__ = ["placed", "register"]
 
@@ -17,7 +18,7 @@ def register(cls: type) -> None:
 
 
 def _flatten(state: Any) -> tuple[list[Any], Any]:
-    parts = state.parts
+    parts = state.split_rules
     slots = [slot for own in state.slots for slot in own or ()]
     memory = [(name, key, value) for name, own in state.memory.items() for key, value in own.items()]
     static = (
@@ -73,7 +74,7 @@ def _unflatten(cls: type, static: Any, leaves: Iterable[Any]) -> Any:
 
     slots = tuple([None if count is None else take(count) for count in presence])
     counts, step = take(counters), next(left)
-    rules = Parts(forms, numbers, take(sum(numbers)))
+    rules = SplitRules(forms, numbers, take(sum(numbers)))
     kept: dict[str, dict[str, Any]] = {}
     for name, key, value in memory:
         new = next(left) if value is None else value

@@ -4,9 +4,10 @@ import io
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from optimisers.leaf import Leaf, letter_of, size_of
+from optimisers.leaf import Leaf
 from optimisers.rules.base import Rule, member_names
 from optimisers.state import State, check_state
+from optimisers.text import letter_of, path_text, size_of
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -95,7 +96,7 @@ def summary(state: State) -> Summary:
         headings,
         rows,
         tuple((letter, text) for text, letter in letters.items()),
-        "; ".join([f"{count}{asleep}; {size} of state", *([state.kept] if state.kept else [])]),
+        "; ".join([f"{count}{asleep}; {size} of state", *([state.memory_line] if state.memory_line else [])]),
     )
 
 
@@ -160,14 +161,5 @@ def _member(rule: Rule, name: str) -> Rule:
 
 def _row(leaf: Leaf, rule: str, numbers: list[str]) -> tuple[str, ...]:
     shape = " × ".join(map(str, leaf.shape)) or "scalar"
-    last = str(leaf.step), size_of(leaf.nbytes), _notes(leaf)
-    return str(leaf.path) or "(the model)", shape, leaf.dtype, rule, *numbers, *last
-
-
-def _notes(leaf: Leaf) -> str:
-    notes = ["frozen"] if leaf.frozen else []
-    if leaf.frozen_rows:
-        notes.append(f"{sum(stop - start for start, stop in leaf.frozen_rows)} of {leaf.shape[0]} rows frozen")
-    notes += [f"tied: {path}" + (f" ({view})" if view != "same" else "") for path, view in leaf.ties.items()]
-    notes += [f"masked: {path}" for path in sorted(leaf.masked, key=str)]
-    return ", ".join(notes)
+    last = str(leaf.step), size_of(leaf.nbytes), ", ".join(leaf.notes)
+    return path_text(leaf.path), shape, leaf.dtype, rule, *numbers, *last

@@ -13,7 +13,7 @@ from typing import Any
 import array_api_compat
 
 from optimisers.errors import HyperparameterError
-from optimisers.rules.base import is_traced
+from optimisers.rules.values import is_traced
 
 __all__ = [
     "Constant",

@@ -8,19 +8,20 @@ from typing import Any
 from optimisers import pytree
 from optimisers.assignment import RuleFor, check_kind, check_selectors, chooser
 from optimisers.backends.arrays import device_of
+from optimisers.backends.conversion import copied
 from optimisers.errors import HyperparameterError, ModelError, PathError, StateError, suggest
 from optimisers.leaf import Leaf, line_of, same_leaf, same_value
 from optimisers.model import rewrite
 from optimisers.model.layout import Layout, Parameter
 from optimisers.model.paths import Path
 from optimisers.model.select import Selectable, as_selector, matching
-from optimisers.model.slots import carried, check_rule, copied, fresh_slots, with_started
 from optimisers.model.ties import SAME, View
 from optimisers.rules.base import Rule, member_names
-from optimisers.rules.numbers import Parts
+from optimisers.rules.numbers import SplitRules
 from optimisers.rules.program import Program, program_of
+from optimisers.slots import carried, check_rule, fresh_slots, with_started
 
-__all__ = ["State", "check_state", "check_step", "check_whole", "new_state"]
+__all__ = ["State", "check_state", "check_step", "check_unspent", "new_state"]
 
 Slots = tuple[tuple[Any, ...] | None, ...]
 _LINES = 24
@@ -68,7 +69,7 @@ class State:
     def __init__(
         self,
         layout: Layout,
-        rules: tuple[Rule, ...] | Parts,
+        rules: tuple[Rule, ...] | SplitRules,
         counters: tuple[Any, ...],
         step: Any,
         slots: Slots,
@@ -99,14 +100,14 @@ class State:
     def rules(self) -> tuple[Rule, ...]:
         """The rule of each group."""
         # A compiled loop hands states on without ever looking at their rules.
-        if isinstance(self._rules, Parts):
+        if isinstance(self._rules, SplitRules):
             self._rules = self._rules.joined()
         return self._rules
 
     @property
-    def parts(self) -> Parts:
+    def split_rules(self) -> SplitRules:
         """The rules, their numbers apart."""
-        return self._rules if isinstance(self._rules, Parts) else Parts.of(self._rules)
+        return self._rules if isinstance(self._rules, SplitRules) else SplitRules.of(self._rules)
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
@@ -171,7 +172,7 @@ class State:
             for paths in (self.layout.excluded, self.detached)
         )
         counters = (*self.counters, 0)
-        return self._next(parameters, slots, rules=rules, counters=counters, excluded=excluded, detached=detached)
+        return self.arranged(parameters, slots, rules=rules, counters=counters, excluded=excluded, detached=detached)
 
     def _places(self) -> set[str]:
         return {
@@ -255,7 +256,7 @@ class State:
         merged = rewrite.tied(self.layout.parameters[goes], Path(alias), self.layout.parameters[stays], Path(path), view)
         parameters = [merged if at == stays else each for at, each in enumerate(self.layout.parameters) if at != goes]
         slots = [each for at, each in enumerate(self.slots) if at != goes]
-        return self._next(parameters, slots)
+        return self.arranged(parameters, slots)
 
     def untie(self, path: "str | tuple[Any, ...]") -> "State":
         """Make an occurrence a parameter of its own, with a copy of the slots, the count, the rule and the frozen flag.
@@ -270,7 +271,7 @@ class State:
         parameters[at] = rest
         alone, slots, rule = self._elsewhere(at, view, alone)
         same = rule is self.rules[alone.group]
-        return self._next(
+        return self.arranged(
             [*parameters, alone if same else alone._replace(group=len(self.rules))],
             [*self.slots, slots],
             rules=self.rules if same else [*self.rules, rule],
@@ -375,7 +376,7 @@ class State:
             if slots[at] is not None:
                 new = self._fresh(parameters[at], program, slots[at])
                 slots[at] = tuple([new if old is None else old for old, new in zip(kept, new, strict=True)])
-        return self._next(parameters, slots, rules=rules, counters=(*counters, 0))
+        return self.arranged(parameters, slots, rules=rules, counters=(*counters, 0))
 
     # Slots ------------------------------------------------------------------------------------------------------------
 
@@ -394,7 +395,7 @@ class State:
             if slots[at] is not None:
                 slots[at] = self._fresh(parameters[at], self.layout.programs[parameters[at].group], slots[at])
         memory = {} if len(chosen) == len(parameters) else self.memory
-        return self._next(parameters, slots, counters=(*self.counters, 0), memory=memory)
+        return self.arranged(parameters, slots, counters=(*self.counters, 0), memory=memory)
 
     def drop(self, selector: "Selectable" = "**") -> "State":
         """Free the slots of frozen parameters; when thawed, they start fresh. By default those of all that are frozen.
@@ -412,11 +413,11 @@ class State:
                 )
             parameters[at] = parameters[at]._replace(counter=len(self.counters))
             slots[at] = None
-        return self._next(parameters, slots, counters=(*self.counters, 0))
+        return self.arranged(parameters, slots, counters=(*self.counters, 0))
 
     # Working ----------------------------------------------------------------------------------------------------------
 
-    def _next(
+    def arranged(
         self,
         parameters: Iterable[Parameter],
         slots: Sequence[Any],
@@ -426,12 +427,13 @@ class State:
         excluded: frozenset[Path] | None = None,
         detached: frozenset[Path] | None = None,
         memory: Mapping[str, Mapping[str, Any]] | None = None,
+        step: Any = None,
     ) -> "State":
         """A state with other contents, its groups and counters put in order.
 
         None of them is unused, and no counter is shared by frozen and live parameters.
         """
-        check_whole(self)
+        check_unspent(self)
         rules = self.rules if rules is None else rules
         counters = self.counters if counters is None else counters
         groups: dict[int, int] = {}
@@ -452,7 +454,7 @@ class State:
         layout = Layout.of(tidy, map(program_of, kept), self.layout.excluded if excluded is None else excluded)
         detached = frozenset(path for path in (self.detached if detached is None else detached) if path in layout.index)
         kept_memory = _memory(kept, self.memory if memory is None else memory)
-        return State(layout, kept, tuple(used), self.step, tuple(slots), kept_memory, detached)
+        return State(layout, kept, tuple(used), self.step if step is None else step, tuple(slots), kept_memory, detached)
 
     def _fresh(self, parameter: Parameter, program: Program, old: tuple[Any, ...] | None = None) -> tuple[Any, ...]:
         """Fresh slots, beside those that there were, or there are for other parameters."""
@@ -478,7 +480,7 @@ class State:
 
     def evolved(self, **attributes: Any) -> "State":
         """A state with some of its attributes (`slots`, `memory`, …) exchanged, unchecked."""
-        check_whole(self)
+        check_unspent(self)
         names = ("layout", "rules", "counters", "step", "slots", "memory", "detached")
         return State(**{name: attributes.get(name, getattr(self, name)) for name in names})
 
@@ -495,7 +497,7 @@ class State:
             parameters[at] = parameter = change(parameters[at])
             if slots[at] is None and not parameter.frozen:
                 slots[at] = self._fresh(parameter, self.layout.programs[parameter.group])
-        return self._next(parameters, slots)
+        return self.arranged(parameters, slots)
 
     def _with_masks(self, selector: "Selectable", combine: Callable[[frozenset[Path], set[Path]], frozenset[Path]]) -> "State":
         matching(self.layout.parameters, selector)
@@ -506,7 +508,7 @@ class State:
             )
             for parameter in self.layout.parameters
         ]
-        return self._next(parameters, self.slots)
+        return self.arranged(parameters, self.slots)
 
     def _with_rules(self, chosen: Sequence[int], rules: Mapping[int, Rule]) -> "State":
         """Change the rule of the chosen members of some groups; a group that is chosen whole keeps its number."""
@@ -529,7 +531,7 @@ class State:
             group = parameters[at].group
             if group in moved:
                 parameters[at] = parameters[at]._replace(group=moved[group])
-        return self._next(parameters, self.slots, rules=new_rules)
+        return self.arranged(parameters, self.slots, rules=new_rules)
 
     # A value ----------------------------------------------------------------------------------------------------------
 
@@ -548,15 +550,15 @@ class State:
         widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))] if lines else []
         body = ["  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
         more = [f"  … and {len(leaves) - _LINES} more"] if len(leaves) > _LINES else []
-        return "\n".join([repr(self), *body, *more, *([f"  {self.kept}"] if self.kept else [])])
+        return "\n".join([repr(self), *body, *more, *([f"  {self.memory_line}"] if self.memory_line else [])])
 
     def _repr_html_(self) -> str:
         from optimisers.html_tree import tree
 
-        return tree(self.leaves(), f"State at step {self.step}", self.kept)
+        return tree(self.leaves(), f"State at step {self.step}", self.memory_line)
 
     @property
-    def kept(self) -> str:
+    def memory_line(self) -> str:
         """The numbers of `memory` in a line: `skipnonfinite: skipped=1`."""
         shown = {
             name: ", ".join(
@@ -577,7 +579,7 @@ class State:
     __hash__ = None  # type: ignore[assignment]  # it holds arrays
 
     def __reduce__(self) -> tuple[Any, ...]:
-        check_whole(self)
+        check_unspent(self)
         return _restored, (
             self.layout.parameters,
             self.layout.excluded,
@@ -610,7 +612,7 @@ def check_step(step: Any, caller: str) -> None:
         raise StateError(f"{caller}(step={step!r}): a count of steps is a whole number, 0 or more")
 
 
-def check_whole(state: State, where: str = "") -> None:
+def check_unspent(state: State, where: str = "") -> None:
     """Check that the slots of a state still go with its counts.
 
     **Raises** `StateError`.
@@ -637,7 +639,7 @@ def new_state(
         for at, parameter in enumerate(parameters)
     ]
     layout = Layout(tuple(parameters), tuple(programs), excluded)
-    return State(layout, tuple(rules), (0,), 0, tuple(slots), {})._next(parameters, slots)
+    return State(layout, tuple(rules), (0,), 0, tuple(slots), {}).arranged(parameters, slots)
 
 
 def _restored(

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from optimisers.assignment import RuleFor, check_kind, chooser
 from optimisers.backends.arrays import dtype_name
+from optimisers.backends.conversion import converted, copied
 from optimisers.errors import PathError, ShapeError, StateError
 from optimisers.model.layout import Alias, Parameter
 from optimisers.model.paths import Path
@@ -13,13 +14,15 @@ from optimisers.model.reading import equal_values, parameters_of
 from optimisers.model.renaming import Rename, renamer
 from optimisers.model.rewrite import rows_seen
 from optimisers.model.select import Selectable, as_selector, matching
-from optimisers.model.slots import check_rule, converted, copied, fresh_slots, with_started
 from optimisers.model.ties import SAME, View, rows_through, shape_through
 from optimisers.model.torch_nodes import is_idle
-from optimisers.rules.base import Rule, is_traced
+from optimisers.rules.base import Rule
 from optimisers.rules.numbers import join, split
 from optimisers.rules.program import program_of
-from optimisers.state import State, check_state, check_whole
+from optimisers.rules.values import is_traced
+from optimisers.slots import check_rule, fresh_slots, with_started
+from optimisers.state import State, check_state, check_unspent
+from optimisers.text import path_text
 
 __all__ = ["Adapted", "Adapting", "adapt"]
 
@@ -71,8 +74,8 @@ class Adapted:
 
 def _lines(value: Any) -> list[tuple[str, str]]:
     if not isinstance(value, Mapping):
-        return [(str(path) or "(the model)", "") for path in value]
-    return [(str(path) or "(the model)", _cell(each)) for path, each in value.items()]
+        return [(path_text(path), "") for path in value]
+    return [(path_text(path), _cell(each)) for path, each in value.items()]
 
 
 def _cell(value: Any) -> str:
@@ -135,7 +138,7 @@ def adapt(
         {'body.trunk': 1, 'head': 0}
     """
     check_state(state, "adapt")
-    check_whole(state)
+    check_unspent(state)
     return Adapting(state, parameters_of(model), rename, resize, rule).done()
 
 
@@ -264,11 +267,18 @@ class Adapting:
         if "jax" in self.old.layout.libraries and all(record.library != "jax" for record in records):
             self.rules = list(map(_plain_rule, self.rules))
             counters, step, memory = tuple(map(_plain, counters)), _plain(step), _plain(memory)
-        state = self.old._next(
-            records, slots, rules=self.rules, counters=(*counters, 0), excluded=self.excluded, detached=frozenset(), memory=memory
+        state = self.old.arranged(
+            records,
+            slots,
+            rules=self.rules,
+            counters=(*counters, 0),
+            excluded=self.excluded,
+            detached=frozenset(),
+            memory=memory,
+            step=step,
         )
         self._check_detached(state)
-        return state.evolved(step=step), Adapted(kept=tuple(self.kept), dropped=dropped, **self.report)
+        return state, Adapted(kept=tuple(self.kept), dropped=dropped, **self.report)
 
     def _dropped(self) -> Iterator[Path]:
         """What is not there any more: parameters, and places of others."""

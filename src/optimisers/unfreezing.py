@@ -4,12 +4,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from optimisers.by_parameter import depths_of
 from optimisers.errors import StateError
-from optimisers.groups import depths_of
 from optimisers.model.layout import Parameter
 from optimisers.model.reading import parameters_of
 from optimisers.model.select import Selectable, matching
-from optimisers.rules.base import is_traced
+from optimisers.rules.values import is_traced
 from optimisers.state import State, check_state
 
 __all__ = ["Unfreezing"]

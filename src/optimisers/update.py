@@ -4,17 +4,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from optimisers.backends.base import check_parameter
+from optimisers.backends.conversion import copied
 from optimisers.backends.overlap import untangle
 from optimisers.decisions import Job, decide
 from optimisers.errors import TieError
 from optimisers.gradients import gather
 from optimisers.model.reading import Opened, open_with
-from optimisers.model.slots import copied
 from optimisers.model.ties import same_memory
 from optimisers.model.torch_nodes import standing_as
 from optimisers.plan import counted, plan_for
-from optimisers.rules.base import is_traced
-from optimisers.state import State, check_state, check_whole
+from optimisers.rules.values import is_traced
+from optimisers.state import State, check_state, check_unspent
 
 __all__ = ["step", "update", "update_"]
 
@@ -66,7 +66,7 @@ def update_(state: State, model: Any, grads: Any = None) -> tuple[State, Any]:
 def step(state: State, model: Any, grads: Any, *, in_place: bool, watch: Callable[..., None] | None = None) -> tuple[State, Any]:
     """Take one step; `watch(jobs, arrays, gradients)` is called when all is decided and nothing is written."""
     check_state(state, "update")
-    check_whole(state)
+    check_unspent(state)
     view = open_with(state.layout, model)
     gradients = gather(grads, state.layout, view)
     plan = plan_for(state.layout, gradients)

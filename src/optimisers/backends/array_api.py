@@ -17,14 +17,14 @@ from optimisers.backends.arrays import (
     real_dtype,
     trainable_dtype,
 )
-from optimisers.backends.base import Batch, check, columns_of, mask_of
+from optimisers.backends.base import Batch, check, columns_of
 from optimisers.backends.namespace import Namespace, namespace
+from optimisers.backends.rows import element_ranges, row_mask
 from optimisers.errors import HyperparameterError
 from optimisers.rules.program import Program
 
 __all__ = [
     "derive",
-    "element_ranges",
     "moved",
     "prepare",
     "reached",
@@ -130,7 +130,7 @@ def sums_of(batch: Batch, member: int, at: int) -> list[Any]:
     assert measure is not None
     h = [batch.h(k, at) for k in range(member + 1)]
     whole = batch.prepared is None or not program.head(member).elementwise
-    rows = _row_mask(batch.live_rows[at], batch.shapes[at]) if whole else None
+    rows = row_mask(batch.live_rows[at], batch.shapes[at]) if whole else None
     total: list[Any] = [0.0] * program.members[member].sums
     with _plainly(batch.library):
         for xp, g, p, slots in _pieces(batch, at, whole):
@@ -179,7 +179,7 @@ def _run_numpy(batch: Batch, at: int, program: Program, h: list[Any], step: bool
     whole = not program.elementwise
     for xp, g, p, old, part in _numpy_pieces(batch, at, whole):
         p, new = moved(batch, at, xp, g, p, h, old, step)
-        rows = _row_mask(batch.live_rows[at], batch.shapes[at]) if whole else None
+        rows = row_mask(batch.live_rows[at], batch.shapes[at]) if whole else None
         # A rule may keep an old slot in a new one: what is about to be written is copied first.
         new = [
             value.copy() if any(k != other and np.may_share_memory(value, slot) for other, slot in enumerate(old)) else value
@@ -203,7 +203,7 @@ def _run_array(batch: Batch, at: int, program: Program, h: list[Any], step: bool
     ((xp, g, p, old),) = _pieces(batch, at, whole=True)
     given: list[Any] = [batch.params[at], batch.grads[at], p, g, *old]
     p, new = moved(batch, at, xp, g, p, h, old, step)
-    rows = _row_mask(batch.live_rows[at], batch.shapes[at])
+    rows = row_mask(batch.live_rows[at], batch.shapes[at])
     slots: list[Any] = []
     for before, value in zip(batch.slots[at], new, strict=True):
         # A kernel may return an array that it was given, or one array twice; each slot has memory of its own.
@@ -282,7 +282,7 @@ def _pieces(batch: Batch, at: int, whole: bool) -> Iterator[tuple[Namespace, Any
             yield xp, g, p, slots
         return
     library = namespace_of(batch.params[at])
-    rows = _row_mask(batch.live_rows[at], batch.shapes[at])
+    rows = row_mask(batch.live_rows[at], batch.shapes[at])
     g, p = batch.grads[at], batch.params[at]
     if rows is not None:
         g = library.where(_beside(rows, p), g, library.zeros_like(g))
@@ -305,7 +305,7 @@ def _numpy_pieces(
     xp = namespace(np, real_dtype(compute_dtype(batch.dtype)))
     compute = numpy_dtype(compute_dtype(batch.dtype))
     if whole:
-        rows = _row_mask(batch.live_rows[at], p.shape)
+        rows = row_mask(batch.live_rows[at], p.shape)
         if rows is not None:
             g = g.copy()
             g[~rows] = 0
@@ -325,19 +325,6 @@ def _widened(slot: np.ndarray, compute: np.dtype) -> np.ndarray:
     if compute.kind == "c" and slot.dtype.kind != "c":
         compute = compute.type(0).real.dtype
     return slot.astype(compute, copy=False)
-
-
-def element_ranges(rows: tuple[tuple[int, int], ...] | None, shape: tuple[int, ...]) -> list[tuple[int, int]]:
-    """The live elements of a contiguous array, as ranges."""
-    size = int(np.prod(shape, dtype=np.int64))
-    if rows is None:
-        return [(0, size)] if size else []
-    width = size // shape[0] if shape[0] else 0
-    return [(start * width, stop * width) for start, stop in rows if width]
-
-
-def _row_mask(rows: tuple[tuple[int, int], ...] | None, shape: tuple[int, ...]) -> np.ndarray | None:
-    return None if rows is None else mask_of(rows, shape[0])
 
 
 def wide(array: Any) -> Any:

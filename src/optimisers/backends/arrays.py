@@ -8,7 +8,7 @@ from typing import Any
 import array_api_compat
 import numpy as np
 
-from optimisers.rules.base import is_traced
+from optimisers.rules.values import is_traced
 
 __all__ = [
     "Memory",

@@ -8,14 +8,19 @@ from typing import Any, Protocol
 import numpy as np
 
 from optimisers.backends.arrays import device_of, dtype_name, library_of, trainable_dtype
+from optimisers.backends.rows import Runs
 from optimisers.errors import DtypeError, GradientError, HyperparameterError, ModelError, ShapeError
-from optimisers.rules.base import is_traced
 from optimisers.rules.program import Program
+from optimisers.rules.values import is_traced
 
-__all__ = ["Backend", "Batch", "Runs", "check", "check_gradient", "check_parameter", "columns_of", "mask_of"]
-
-Runs = tuple[tuple[int, int], ...]
-"""Ranges of rows (start, stop), ascending and apart."""
+__all__ = [
+    "Backend",
+    "Batch",
+    "check",
+    "check_gradient",
+    "check_parameter",
+    "columns_of",
+]
 
 
 class Scalars(SimpleNamespace):
@@ -44,7 +49,7 @@ class Batch:
     live_rows: Sequence[Runs | None]
     """For each parameter the rows that train, or `None` for all of them."""
     in_place: bool
-    plan: dict[Any, Any]
+    kept: dict[Any, Any]
     """What the backend keeps between steps for this batch, whatever the arrays."""
     addresses: dict[Any, Any]
     """What the backend keeps between steps for these very slots."""
@@ -184,11 +189,3 @@ def _at(path: Any) -> str:
 
 def _kind(value: Any) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
-
-
-def mask_of(runs: Runs, size: int) -> np.ndarray:
-    """The boolean vector that is true in the ranges."""
-    mask = np.zeros(size, bool)
-    for start, stop in runs:
-        mask[start:stop] = True
-    return mask

@@ -41,9 +41,9 @@ def backend_for(library: str, program: Program, dtypes: tuple[str, ...], device:
         if numba.fuses(program, dtypes):
             if library == "numpy":
                 return numba
-            from optimisers.backends import torch_fused
+            from optimisers.backends import torch_numba
 
-            return torch_fused
+            return torch_numba
     if library == "jax":
         from optimisers.backends import jax
 

@@ -5,12 +5,14 @@ whole model holds a call for each.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from optimisers.backends import array_api
@@ -19,9 +21,11 @@ from optimisers.backends.arrays import compute_dtype, real_dtype
 from optimisers.backends.base import Batch, check
 from optimisers.backends.namespace import NAMESPACES, Namespace, namespace
 
-__all__ = ["derive", "prepare", "reached", "row_by_row", "run", "sums", "watch", "zeros"]
+__all__ = ["derive", "prepare", "reached", "row_by_row", "run", "sums", "sums_together", "watch", "zeros"]
 
 row_by_row = True
+_TOGETHER = (64, 8, 1)
+"""How many parameters are summed at a time."""
 
 
 class _Namespace(Namespace):
@@ -86,6 +90,42 @@ def sums(batch: Batch, member: int) -> Sequence[Any]:
     return [list(parts) for parts in zip(*found, strict=True)]
 
 
+def sums_together(batch: Batch, member: int) -> Sequence[np.ndarray]:
+    """The sums as numbers, read now, for each of them a vector over the parameters; outside of traces alone.
+
+    Parameters of one shape go many at a time, since calls take longer than small arrays do.
+    """
+    alike: dict[Any, list[int]] = {}
+    for at, (shape, rows) in enumerate(zip(batch.shapes, batch.live_rows, strict=True)):
+        alike.setdefault((shape, rows), []).append(at)
+    called = []
+    for key, places in alike.items():
+        while places:
+            # Few sizes, so that little is compiled.
+            count = next(size for size in _TOGETHER if size <= len(places))
+            chosen, places = places[:count], places[count:]
+            if (member, key, count) not in batch.kept:
+                batch.kept[member, key, count] = _sums_of(batch, member, chosen)
+            arrays = [[column[at] for at in chosen] for column in (batch.params, batch.grads, batch.slots)]
+            called.append((chosen, batch.kept[member, key, count](*arrays)))
+    found = np.empty((batch.program.members[member].sums, len(batch.shapes)))
+    for chosen, totals in called:
+        found[:, chosen] = np.asarray(totals)
+    return list(found)
+
+
+def _sums_of(batch: Batch, member: int, chosen: Sequence[int]) -> Any:
+    """The sums of so many parameters of one shape as a compiled function of their arrays."""
+    lists = {name: [getattr(batch, name)[at] for at in chosen] for name in ("paths", "shapes", "live_rows")}
+    form = replace(batch, params=[], grads=[], slots=[], row=[0] * len(chosen), **lists)
+
+    def totals(params: Any, grads: Any, slots: Any) -> Any:
+        found = sums(replace(form, params=params, grads=grads, slots=slots), member)
+        return jnp.stack([jnp.stack(column) for column in found])
+
+    return jax.jit(totals)
+
+
 def derive(batch: Batch, member: int, totals: Sequence[Any]) -> None:
     """Add the scalars that a member derives from sums, for each row of the table on its own: they may be traced."""
     form, columns, xp = batch.program.members[member], batch.scalars[member], namespace(jnp)
@@ -145,7 +185,7 @@ def _of_one(function: Callable[..., Any]) -> Callable[..., Any]:
             slots=[slots],
             live_rows=[rows],
             in_place=False,
-            plan={},
+            kept={},
             addresses={},
             scalars=[{name: [_in_dtype(value, real)] for name, value in each.items()} for each in scalars],
             row=(0,),

@@ -54,7 +54,7 @@ class Tape:
         self.values.append(value)
         return value
 
-    def program(self, outputs: Sequence["Value"], writable: Sequence["Value"]) -> "Program":
+    def program(self, outputs: Sequence["Value"], writable: Sequence["Value"]) -> "Operations":
         """What is needed for some outputs. Inputs may be written into where they are writable."""
         needed, last = {value.at for value in outputs}, {value.at: len(self.operations) for value in outputs}
         for at in reversed(range(len(self.operations))):
@@ -75,7 +75,7 @@ class Tape:
             others = [each.at for each in operands[1:] if isinstance(each, Value)]
             kept = isinstance(first, Value) and (first.at in others or (self.values[at].complex != first.complex))
             steps.append((at, function, operands, factor, function in _IN_PLACE and own and not kept))
-        return Program(steps)
+        return Operations(steps)
 
     def _temporary(self, value: "Value") -> bool:
         """Whether a value has memory of its own."""
@@ -83,7 +83,7 @@ class Tape:
         return operation is not None and isinstance(operation.function, str)
 
 
-class Program:
+class Operations:
     """Operations to run, each with whether it writes into its first operand."""
 
     def __init__(self, steps: list[tuple[int, Any, tuple[Any, ...], dict[str, float], bool]]) -> None:

@@ -16,10 +16,11 @@ import numpy as np
 from numba import carray  # type: ignore[attr-defined]  # Numba exports it without saying so
 
 from optimisers.backends import array_api
-from optimisers.backends.array_api import Prepared, derive, element_ranges, finish_numpy, prepare_numpy, reached, zeros
+from optimisers.backends.array_api import Prepared, derive, finish_numpy, prepare_numpy, reached, zeros
 from optimisers.backends.arrays import real_dtype
 from optimisers.backends.base import Batch, check
 from optimisers.backends.loops import DTYPES, compile_at_once, loop, pointer
+from optimisers.backends.rows import element_ranges
 from optimisers.backends.watching import watched
 from optimisers.rules.program import Program
 
@@ -224,20 +225,20 @@ def watch(batch: Batch, length: int) -> bool:
 
 def work_of(batch: Batch) -> "_Work":
     """What a batch is, whatever its arrays."""
-    if "work" not in batch.plan:
-        batch.plan["work"] = _Work(_Expected(batch.shapes), _chunks(batch))
-    return batch.plan["work"]
+    if "work" not in batch.kept:
+        batch.kept["work"] = _Work(_Expected(batch.shapes), _chunks(batch))
+    return batch.kept["work"]
 
 
 def _function(batch: Batch, length: int, purpose: str) -> Callable[..., None] | None:
     """The compiled function for the first members of the program, or `None` when Numba cannot compile it."""
     columns = tuple(tuple(scalars) for scalars in batch.scalars[:length])
     key = (length, purpose, columns)
-    if key not in batch.plan:
+    if key not in batch.kept:
         program = batch.program.head(length)
         dtypes = (batch.dtype, *batch.slot_dtypes[: len(program.slots)])
-        batch.plan[key] = loop(program, dtypes, columns, purpose)
-    return batch.plan[key]
+        batch.kept[key] = loop(program, dtypes, columns, purpose)
+    return batch.kept[key]
 
 
 def _chunks(batch: Batch) -> np.ndarray:

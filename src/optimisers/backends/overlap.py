@@ -81,9 +81,9 @@ def _read(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
 
 def _extents(arrays: Sequence[Any], batch: Batch, addresses: np.ndarray | None, row: int) -> tuple[np.ndarray, np.ndarray]:
     if addresses is not None:
-        if "bytes" not in batch.plan:
-            batch.plan["bytes"] = np.array([array.nbytes for array in arrays], np.int64)
-        return addresses[row], addresses[row] + batch.plan["bytes"]
+        if "bytes" not in batch.kept:
+            batch.kept["bytes"] = np.array([array.nbytes for array in arrays], np.int64)
+        return addresses[row], addresses[row] + batch.kept["bytes"]
     if batch.library == "torch":
         arrays = [array.to_local() if hasattr(array, "to_local") else array for array in arrays]
         if all(array.is_contiguous() for array in arrays):

@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from optimisers.backends.base import Batch, Runs
+from optimisers.backends.base import Batch
+from optimisers.backends.rows import Runs
 from optimisers.backends.spread import Spread
 
 __all__ = ["local_batch", "reduced"]
@@ -15,11 +16,11 @@ __all__ = ["local_batch", "reduced"]
 def local_batch(batch: Batch) -> None:
     """Put this process's parts in the place of distributed tensors."""
     spread = batch.device
-    if "parts" not in batch.plan:
+    if "parts" not in batch.kept:
         parts = [_part(shape, spread) for shape in batch.shapes]
         rows = [_rows(rows, *part) for rows, part in zip(batch.live_rows, parts, strict=True)]
-        batch.plan["parts"] = [shape for shape, _ in parts], rows
-    batch.shapes, batch.live_rows = batch.plan["parts"]
+        batch.kept["parts"] = [shape for shape, _ in parts], rows
+    batch.shapes, batch.live_rows = batch.kept["parts"]
     with torch.no_grad():
         batch.params = [_local(param, spread) for param in batch.params]
         batch.grads = [_local(grad, spread) for grad in batch.grads]

@@ -8,13 +8,14 @@ import numpy as np
 import torch
 
 from optimisers.backends import array_api, shards, spread
-from optimisers.backends.array_api import derive, element_ranges, moved, reached, through, watch
+from optimisers.backends.array_api import derive, moved, reached, through, watch
 from optimisers.backends.arrays import compute_dtype, namespace_of, real_dtype
 from optimisers.backends.base import Batch, Scalars, check
 from optimisers.backends.lists import Recorder, Tape, Value
 from optimisers.backends.namespace import namespace
+from optimisers.backends.rows import element_ranges
 from optimisers.backends.spread import Spread, spread_of
-from optimisers.backends.torch_kernels import Fused, fused_kernel
+from optimisers.backends.torch_fused import Fused, fused_kernel
 from optimisers.rules.program import Member, Program
 
 __all__ = ["Prepared", "derive", "finish", "like", "prepare", "reached", "row_by_row", "run", "sums", "watch", "zeros"]
@@ -70,9 +71,9 @@ _PLAIN = {torch.Tensor, torch.nn.Parameter}
 
 def _as_expected(batch: Batch) -> bool:
     """Whether nothing speaks against the tensors of a batch. Much faster than `check`, which says what does."""
-    if "expected" not in batch.plan:
-        batch.plan["expected"] = [torch.Size(shape) for shape in batch.shapes], getattr(torch, batch.dtype)
-    sizes, dtype = batch.plan["expected"]
+    if "expected" not in batch.kept:
+        batch.kept["expected"] = [torch.Size(shape) for shape in batch.shapes], getattr(torch, batch.dtype)
+    sizes, dtype = batch.kept["expected"]
     for tensors in (batch.params, batch.grads):
         kinds = set(map(type, tensors))
         if not all(issubclass(kind, torch.Tensor) for kind in kinds) or [each.shape for each in tensors] != sizes:
@@ -202,9 +203,9 @@ class _Wave(NamedTuple):
 def _waves(batch: Batch, *, whole: bool) -> list[_Wave]:
     """The live elements of a batch, wave by wave."""
     key = ("waves", whole)
-    if key not in batch.plan:
-        batch.plan[key] = list(_made_waves(batch, whole))
-    return batch.plan[key]
+    if key not in batch.kept:
+        batch.kept[key] = list(_made_waves(batch, whole))
+    return batch.kept[key]
 
 
 def _made_waves(batch: Batch, whole: bool) -> Iterator[_Wave]:

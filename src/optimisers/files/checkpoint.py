@@ -8,6 +8,7 @@ import numpy as np
 
 from optimisers.assignment import RuleFor, check_kind, chooser
 from optimisers.backends.arrays import device_of, dtype_name, library_of, memory_of
+from optimisers.backends.conversion import converted
 from optimisers.errors import ModelError, PathError, StateError, listed
 from optimisers.files.document import described, extra_of, path_of, paths_of, read, restored, slot_names, spelled
 from optimisers.files.tensors import Contents, write
@@ -15,13 +16,12 @@ from optimisers.model.layout import Parameter
 from optimisers.model.paths import Path
 from optimisers.model.reading import open_with, parameters_of
 from optimisers.model.renaming import Rename, plain_names
-from optimisers.model.slots import converted
 from optimisers.model.ties import shape_through
 from optimisers.model.torch_nodes import is_parameter
 from optimisers.model.trees import buffers_of, opened
 from optimisers.rules.base import Rule
 from optimisers.rules.descent import Descent
-from optimisers.state import State, check_state, check_whole
+from optimisers.state import State, check_state, check_unspent
 from optimisers.surgery import Adapted, Adapting
 
 __all__ = ["Loaded", "load", "save", "without_model"]
@@ -77,7 +77,7 @@ def save(file: "str | os.PathLike[str]", state: State, model: Any = None, *, ext
         (True, True, {'epoch': 1})
     """
     check_state(state, "save")
-    check_whole(state)
+    check_unspent(state)
     document, arrays = described(state, extra)
     if model is not None:
         view = open_with(state.layout, model)

@@ -10,11 +10,12 @@ from optimisers.errors import OptimiserError, PathError, StateError
 from optimisers.files import plain_data, tensors
 from optimisers.files.plain_rules import plain_value, rule_as_data, rule_from_data
 from optimisers.files.tensors import Contents
-from optimisers.model.layout import Alias, Layout, Parameter, slot_dtypes
+from optimisers.model.layout import Alias, Layout, Parameter
 from optimisers.model.paths import Path
 from optimisers.model.ties import View, shape_through
 from optimisers.rules.base import Rule
 from optimisers.rules.program import program_of
+from optimisers.slots import slot_dtypes
 from optimisers.state import State
 
 __all__ = [
@@ -245,7 +246,7 @@ def _restored(document: Mapping[str, Any], arrays: Mapping[str, Any], given: Any
     if len(layout.index) != sum(len(record.paths) for record in parameters):
         raise StateError(f"{file}: two parameters in it have one path")
     state = State(layout, tuple(rules), counters, step, tuple(slots), {}, detached)
-    return state._next(parameters, slots, memory=memory)
+    return state.arranged(parameters, slots, memory=memory)
 
 
 def record_of(entry: Mapping[str, Any]) -> Parameter:

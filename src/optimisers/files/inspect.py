@@ -9,11 +9,11 @@ import numpy as np
 from optimisers.errors import PathError, StateError
 from optimisers.files.document import path_of, paths_of, read, record_of, slot_name, slot_names, spelled
 from optimisers.files.tensors import Contents, write
-from optimisers.leaf import letter_of, size_of
 from optimisers.model.paths import Path
 from optimisers.model.renaming import plain_names, renamer
 from optimisers.model.ties import shape_through
 from optimisers.report import Summary
+from optimisers.text import letter_of, notes_of, size_of
 
 __all__ = ["contents_of", "diff", "misfits", "rename", "shown"]
 
@@ -102,9 +102,8 @@ def shown(found: Mapping[str, Any]) -> Summary:
     rows = []
     for entry in found["parameters"]:
         letter = letters.setdefault(entry["rule"], letter_of(len(letters)))
-        notes = ["frozen"] if entry["frozen"] else []
-        notes += [f"{sum(stop - start for start, stop in entry['frozen_rows'])} rows frozen"] if entry["frozen_rows"] else []
-        notes += [f"tied: {path}" for path in entry["ties"]] + [f"masked: {path}" for path in entry["masked"]]
+        ties = dict.fromkeys(entry["ties"], "same")
+        notes = notes_of(entry["shape"], entry["frozen"], entry["frozen_rows"], ties, entry["masked"])
         shape = " × ".join(map(str, entry["shape"]))
         rows.append((entry["path"], shape, entry["dtype"], letter, str(entry["step"]), size_of(entry["bytes"]), ", ".join(notes)))
     for name, each in found["arrays"].items():

@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
+from optimisers.backends.conversion import to_numpy
 from optimisers.errors import StateError
 from optimisers.files.tensors import DTYPES
-from optimisers.model.slots import to_numpy
 
 __all__ = ["as_data", "from_data"]
 

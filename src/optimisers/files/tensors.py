@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from optimisers.backends.arrays import dtype_name, numpy_dtype
+from optimisers.backends.conversion import to_numpy
 from optimisers.errors import DtypeError, StateError
 from optimisers.files.replacing import replacing
-from optimisers.model.slots import to_numpy
 
 __all__ = ["DTYPES", "Contents", "read", "write"]
 

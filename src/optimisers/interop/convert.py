@@ -7,6 +7,7 @@ from pathlib import Path as File
 from typing import Any, NamedTuple
 
 from optimisers.backends.arrays import dtype_name, library_of
+from optimisers.backends.conversion import converted
 from optimisers.errors import PathError, StateError, listed
 from optimisers.files.checkpoint import save, without_model
 from optimisers.files.document import path_of, read
@@ -14,7 +15,6 @@ from optimisers.files.replacing import replacing
 from optimisers.files.tensors import write
 from optimisers.interop.torch_groups import follows_schedule
 from optimisers.model.reading import parameters_of
-from optimisers.model.slots import converted
 from optimisers.model.ties import SAME
 from optimisers.state import State
 from optimisers.surgery import adapt
@@ -218,7 +218,7 @@ def _write_values(out: Any, state: State | None, values: Mapping[str, Any]) -> N
 
 
 def _write_optimizer(out: Any, state: State, values: Mapping[str, Any] | None) -> None:
-    from optimisers.interop.torch_import import to_state_dict
+    from optimisers.interop.torch_export import to_state_dict
 
     if values is None:
         raise StateError("the state dict of an optimizer goes by the arrays of its model, and the file has none")

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from optimisers.assignment import RuleFor
+from optimisers.backends.conversion import converted
 from optimisers.errors import ShapeError, StateError
-from optimisers.model.layout import Parameter, slot_dtypes
+from optimisers.model.layout import Parameter
 from optimisers.model.paths import Path
-from optimisers.model.slots import converted
 from optimisers.model.trees import opened
 from optimisers.rules.adam import Adam, AdamW
 from optimisers.rules.base import Rule
@@ -17,6 +17,7 @@ from optimisers.rules.descent import SGD, Momentum, Nesterov
 from optimisers.rules.lion import Lion
 from optimisers.rules.program import Program
 from optimisers.setup import setup
+from optimisers.slots import slot_dtypes
 from optimisers.state import State, check_state, check_step
 
 __all__ = ["state_from_optax", "state_to_optax"]
@@ -111,7 +112,7 @@ def state_from_optax(opt_state: Any, model: Any, rule: RuleFor, *, step: int | N
                 )
     if not trees and any(_names(rule, record.path) for record, rule in _with_rules(state)):
         raise StateError(f"no moments were found in what is to be a state of Optax, a {type(opt_state).__name__}")
-    return state._next(parameters, slots, counters=counts or (0,)).evolved(step=latest)
+    return state.arranged(parameters, slots, counters=counts or (0,), step=latest)
 
 
 def _with_rules(state: State) -> Iterator[tuple[Parameter, Rule]]:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from optimisers.errors import StateError
-from optimisers.interop.torch_import import check_dict, from_torch
+from optimisers.interop.torch_import import from_torch
+from optimisers.interop.torch_kinds import check_dict
 from optimisers.state import State
 
 __all__ = ["from_checkpoint", "optimizer_in", "read_checkpoint", "trainer_names"]

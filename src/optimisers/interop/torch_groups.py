@@ -249,5 +249,5 @@ def _with_rules(state: State, rules: Iterable[Rule]) -> State:
     """A state whose rules have other numbers."""
     if any(member.memory for program in state.layout.programs for member in program.members):
         # It is checked whether those that decide for the whole tree are still equal.
-        return state._next(state.parameters, state.slots, rules=list(rules))
+        return state.arranged(state.parameters, state.slots, rules=list(rules))
     return state.evolved(rules=tuple(rules))

@@ -20,7 +20,7 @@ from optimisers.model.select import Selectable
 from optimisers.model.trees import opened
 from optimisers.report import Summary, summary
 from optimisers.setup import setup
-from optimisers.state import State, check_state, check_whole
+from optimisers.state import State, check_state, check_unspent
 from optimisers.update import update_
 
 __all__ = ["Optimizer"]
@@ -359,7 +359,7 @@ class _Kept:
 def _check_state(state: State, frozen: Any, trainable: Any) -> None:
     if frozen is not None or trainable is not None:
         raise StateError("a state itself tells what is frozen and what trains; call its freeze or thaw before")
-    check_whole(state)
+    check_unspent(state)
     for path in state.detached:
         raise StateError(f"{path} was untied, and has a Parameter of its own only after the next update_; take that step first")
 

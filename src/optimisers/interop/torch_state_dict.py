@@ -19,10 +19,11 @@ from optimisers.interop.torch_groups import (
     name_of,
     with_hyperparameters,
 )
-from optimisers.model.layout import Parameter, slot_dtypes
+from optimisers.model.layout import Parameter
 from optimisers.model.paths import Path
 from optimisers.model.ties import SAME, View, rows_through, shape_through
 from optimisers.rules.base import Rule
+from optimisers.slots import slot_dtypes
 from optimisers.state import State
 
 __all__ = ["Loaded", "written"]
@@ -190,7 +191,7 @@ class Loaded:
             counters.append(given["state"][name]["step"])
             slots.append(self._slots(name, record, view))
         memory = self._memory()
-        return old._next(parameters, slots, rules=rules, counters=counters, memory=memory).evolved(step=given["step"])
+        return old.arranged(parameters, slots, rules=rules, counters=counters, memory=memory, step=given["step"])
 
     def _rows(self, name: str, record: Parameter, view: View) -> tuple[tuple[int, int], ...]:
         rows = tuple([(start, stop) for start, stop in self._document["frozen_rows"].get(name, ())])

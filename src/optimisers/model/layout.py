@@ -1,20 +1,22 @@
 """The static half of a state: what is known of every parameter but its arrays and numbers."""
 
 from collections.abc import Iterable
-from functools import cached_property, lru_cache
-from itertools import pairwise
+from functools import cached_property
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import numpy as np
 
-from optimisers.backends.arrays import slot_dtype
-from optimisers.backends.base import Runs
+from optimisers.backends.rows import Runs, complement
 from optimisers.model.paths import Path
 from optimisers.model.ties import SAME, View
 from optimisers.rules.program import Program
 
-__all__ = ["Alias", "Layout", "Parameter", "Runs", "runs_of"]
+__all__ = [
+    "Alias",
+    "Layout",
+    "Parameter",
+]
 
 
 class Alias(NamedTuple):
@@ -126,33 +128,3 @@ class Layout:
 
 
 _interned: WeakValueDictionary[Any, Layout] = WeakValueDictionary()
-
-
-def runs_of(mask: np.ndarray) -> Runs:
-    """The ranges where a boolean vector is true.
-
-    >>> runs_of(np.array([True, True, False, True]))
-    ((0, 2), (3, 4))
-    """
-    edges = np.flatnonzero(np.diff(np.concatenate(([False], mask, [False])).astype(np.int8)))
-    return tuple((int(start), int(stop)) for start, stop in edges.reshape(-1, 2))
-
-
-def complement(runs: Runs, size: int) -> Runs:
-    """The ranges that are left of `range(size)`.
-
-    >>> complement(((0, 2), (3, 4)), 6)
-    ((2, 3), (4, 6))
-    """
-    edges = [0, *(edge for run in runs for edge in run), size]
-    return tuple((start, stop) for start, stop in list(pairwise(edges))[::2] if start < stop)
-
-
-def slot_dtypes(parameter: Parameter, program: Program) -> tuple[str, ...]:
-    """The dtypes of the slots that a program keeps for a parameter."""
-    return _slot_dtypes(parameter.dtype, parameter.state_dtype, program)
-
-
-@lru_cache(maxsize=1024)
-def _slot_dtypes(dtype: str, wish: str | None, program: Program) -> tuple[str, ...]:
-    return tuple(slot.dtype or slot_dtype(dtype, slot.real, None if slot.wide else wish) for _, slot in program.slots)

@@ -11,7 +11,7 @@ from optimisers.model.paths import Path
 from optimisers.model.ties import View, find_ties, same_memory
 from optimisers.model.torch_nodes import check_values, standing_as
 from optimisers.model.trees import Structure, opened
-from optimisers.rules.base import is_traced
+from optimisers.rules.values import is_traced
 
 __all__ = ["Opened", "equal_values", "open_with", "parameters_of"]
 

@@ -4,9 +4,9 @@ from typing import Any
 
 import numpy as np
 
-from optimisers.backends.base import mask_of
+from optimisers.backends.rows import Runs, mask_of, runs_of
 from optimisers.errors import ShapeError, StateError, TieError
-from optimisers.model.layout import Alias, Parameter, Runs, runs_of
+from optimisers.model.layout import Alias, Parameter
 from optimisers.model.paths import Path
 from optimisers.model.ties import SAME, View, named_view, rows_through, shape_through
 

@@ -11,6 +11,7 @@ import numpy as np
 from optimisers.errors import StateError
 from optimisers.files.replacing import replacing
 from optimisers.monitoring.scales import TITLES, Columns, edges_of, scale_of
+from optimisers.text import path_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -97,7 +98,7 @@ def _cells(axes: "Axes", columns: Columns, quantity: str) -> None:
 def _names(axes: "Axes", paths: tuple[str, ...]) -> None:
     """The names of rows; of many, every so many-th."""
     every = math.ceil(len(paths) / _LABELS)
-    labels = [_shortened(path or "(the model)") for path in paths[::every]]
+    labels = [_shortened(path_text(path)) for path in paths[::every]]
     axes.set_yticks(range(0, len(paths), every), labels, fontsize=7)
     axes.tick_params(axis="y", length=2)
     for label in axes.get_yticklabels():

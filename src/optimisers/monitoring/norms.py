@@ -7,7 +7,6 @@ are spread.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,15 +16,15 @@ from optimisers.errors import StateError
 from optimisers.model.layout import Layout
 from optimisers.model.reading import open_with
 from optimisers.plan import plan_for
-from optimisers.rules.base import LIKE, Rule, is_traced
+from optimisers.rules.base import LIKE, Rule
 from optimisers.rules.chain import Chain
 from optimisers.rules.decorator import rule
+from optimisers.rules.values import is_traced
 from optimisers.state import State, new_state
 
 __all__ = ["Watch", "check_readable", "gradient_squares", "holding", "probe_of", "step_squares"]
 
 _WRITTEN_IN_PLACE = ("numpy", "torch")
-_TOGETHER = (64, 8, 1)
 
 
 def _nothing(xp: Any, h: Any, *sums: Any) -> dict[str, Any]:
@@ -137,42 +136,11 @@ def _sums(probe: State, arrays: Sequence[Any], gradients: Sequence[Any], member:
 
 
 def _sums_of(job: Job, member: int) -> Sequence[Any]:
-    """The sums of a part; those of JAX many parameters at a time, since calls take longer than small arrays do."""
-    if job.part.library != "jax":
-        return job.part.backend.sums(job.batch, member)
-    alike: dict[Any, list[int]] = {}
-    for at, (shape, rows) in enumerate(zip(job.batch.shapes, job.batch.live_rows, strict=True)):
-        alike.setdefault((shape, rows), []).append(at)
-    called = []
-    for key, places in alike.items():
-        while places:
-            # Few sizes, so that little is compiled.
-            count = next(size for size in _TOGETHER if size <= len(places))
-            chosen, places = places[:count], places[count:]
-            if (member, key, count) not in job.part.kept:
-                job.part.kept[member, key, count] = _compiled(job, member, chosen)
-            arrays = [[column[at] for at in chosen] for column in (job.batch.params, job.batch.grads, job.batch.slots)]
-            called.append((chosen, job.part.kept[member, key, count](*arrays)))
-    found = np.empty((job.part.program.members[member].sums, len(job.batch.shapes)))
-    for chosen, sums in called:
-        found[:, chosen] = np.asarray(sums)
-    return list(found)
+    if job.part.library == "jax":
+        from optimisers.backends.jax import sums_together
 
-
-def _compiled(job: Job, member: int, chosen: Sequence[int]) -> Any:
-    """The sums of so many parameters of one shape as a compiled function of their arrays."""
-    import jax
-    import jax.numpy as jnp
-
-    lists = {name: [getattr(job.batch, name)[at] for at in chosen] for name in ("paths", "shapes", "live_rows")}
-    measured = job.part.backend.sums
-    form = replace(job.batch, params=[], grads=[], slots=[], row=[0] * len(chosen), **lists)
-
-    def sums(params: Any, grads: Any, slots: Any) -> Any:
-        found = measured(replace(form, params=params, grads=grads, slots=slots), member)
-        return jnp.stack([jnp.stack(column) for column in found])
-
-    return jax.jit(sums)
+        return sums_together(job.batch, member)
+    return job.part.backend.sums(job.batch, member)
 
 
 # A step under way -----------------------------------------------------------------------------------------------------

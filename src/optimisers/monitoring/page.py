@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from optimisers.monitoring.scales import TITLES, Columns, edges_of, scale_of
+from optimisers.text import path_text
 
 __all__ = ["page"]
 
@@ -19,7 +20,7 @@ def page(columns: Columns, quantity: str) -> str:
     """The page; a quantity is shown first, and others can be chosen."""
     left, right = edges_of(columns.steps)
     data: dict[str, Any] = {
-        "paths": [path or "(the model)" for path in columns.paths],
+        "paths": list(map(path_text, columns.paths)),
         "steps": columns.steps.tolist(),
         "left": left.tolist(),
         "right": right.tolist(),

@@ -8,7 +8,8 @@ import numpy as np
 
 from optimisers.model.layout import Layout
 from optimisers.monitoring.lines import Sample
-from optimisers.rules.base import Rule, is_traced
+from optimisers.rules.base import Rule
+from optimisers.rules.values import is_traced
 from optimisers.state import State
 
 __all__ = ["rates_of", "sample_of", "write"]

@@ -9,18 +9,15 @@ from typing import Any, ClassVar, Self, TypeAlias, Union, get_args, get_origin
 import numpy as np
 
 from optimisers.errors import HyperparameterError, suggest
+from optimisers.rules.values import is_number, is_traced
 
 __all__ = [
     "COPY",
-    "FROM_OPTAX",
     "LIKE",
     "REAL",
     "Hyper",
     "Rule",
     "Slot",
-    "is_number",
-    "is_of_optax",
-    "is_traced",
     "member_names",
     "named",
     "static",
@@ -185,7 +182,7 @@ class Rule:
         shown = [
             f"{name}={_show(value)}"
             for name, value in self.hyperparameters.items()
-            if _is_data(value) or any(map(is_number, _parts(value))) or value != usual[name]
+            if _is_number_or_schedule(value) or any(map(is_number, _parts(value))) or value != usual[name]
         ]
         return f"{type(self).__name__}({', '.join(shown)})"
 
@@ -253,7 +250,7 @@ class Rule:
             return self
         values = {name: _at(value, step) for name, value in mine.items()}
         for name, value in values.items():
-            if callable(mine[name]) and (callable(value) or not _is_data(value, 0.0)):
+            if callable(mine[name]) and (callable(value) or not _is_number_or_schedule(value, 0.0)):
                 raise HyperparameterError(
                     f"the schedule for {type(self).__name__}.{name} returned {value!r} at step {step}, not a number"
                 )
@@ -314,29 +311,14 @@ def static(value: Any) -> Any:
     return None
 
 
-FROM_OPTAX = "from optimisers.interop.optax import from_optax, and give from_optax(…)"
-
-
-def is_of_optax(value: Any) -> bool:
-    """Whether a value looks like a gradient transformation of Optax."""
-    return not isinstance(value, type) and callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))
-
-
-def is_traced(value: Any) -> bool:
-    """Whether a value stands for one that only a traced program will know."""
-    return "Tracer" in type(value).__name__
-
-
-def is_number(value: Any) -> bool:
-    """Whether a value is a number, on its own or in an array without axes or one axis for each member of an ensemble."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return number or (hasattr(value, "dtype") and hasattr(value, "shape"))
-
-
-def _is_data(value: Any, like: Any = None) -> bool:
+def _is_number_or_schedule(value: Any, like: Any = None) -> bool:
     """Whether a value is a number or a schedule, or as many of them as another value holds."""
     if isinstance(like, tuple) or (like is None and isinstance(value, tuple)):
-        return isinstance(value, tuple) and (like is None or len(value) == len(like)) and all(_is_data(part, 0.0) for part in value)
+        return (
+            isinstance(value, tuple)
+            and (like is None or len(value) == len(like))
+            and all(_is_number_or_schedule(part, 0.0) for part in value)
+        )
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return number or (callable(value) and not isinstance(value, (Rule, type))) or getattr(value, "shape", None) == ()
 
@@ -344,14 +326,14 @@ def _is_data(value: Any, like: Any = None) -> bool:
 def _fits(value: Any, field: "dataclasses.Field[Any]") -> bool:
     """Whether a value is of the kind that the default and the annotation of its field ask for."""
     usual = field.default
-    if usual is not dataclasses.MISSING and _is_data(usual):
-        return _is_data(value, like=usual) and (field.type is not int or _is_of(value, int))
+    if usual is not dataclasses.MISSING and _is_number_or_schedule(usual):
+        return _is_number_or_schedule(value, like=usual) and (field.type is not int or _is_of(value, int))
     return field.type is Any or _is_of(value, field.type)
 
 
 def _is_of(value: Any, kind: Any) -> bool:
     if kind is Any:
-        return _is_data(value, 0.0)
+        return _is_number_or_schedule(value, 0.0)
     if kind is int:
         return (isinstance(value, int) and not isinstance(value, bool)) or getattr(value, "shape", None) == ()
     if get_origin(kind) in (Union, UnionType):
@@ -369,7 +351,7 @@ def _kind(field: "dataclasses.Field[Any]") -> str:
         return f"{len(usual)} numbers or schedules"
     if field.type is int:
         return "a whole number"
-    if usual is not dataclasses.MISSING and _is_data(usual):
+    if usual is not dataclasses.MISSING and _is_number_or_schedule(usual):
         return "a number or a schedule"
     kinds = get_args(field.type) or (field.type,)
     words = {Any: "a number or a schedule", bool: "True or False", str: "a string", NoneType: "None", Rule: "a rule"}

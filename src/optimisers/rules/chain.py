@@ -5,8 +5,9 @@ from itertools import pairwise
 from typing import Any, Self
 
 from optimisers.errors import HyperparameterError, suggest
-from optimisers.rules.base import FROM_OPTAX, Rule, is_of_optax, member_names, named
+from optimisers.rules.base import Rule, member_names, named
 from optimisers.rules.decorator import rule
+from optimisers.rules.values import FROM_OPTAX, is_of_optax
 
 __all__ = ["Chain"]
 

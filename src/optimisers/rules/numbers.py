@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from optimisers.rules.base import Rule, is_number, static
+from optimisers.rules.base import Rule, static
+from optimisers.rules.values import is_number
 
-__all__ = ["Foreign", "Parts", "join", "split", "stack"]
+__all__ = ["Foreign", "SplitRules", "join", "split", "stack"]
 
 
 def stack(rules: Sequence[Rule]) -> Rule:
@@ -77,7 +78,7 @@ def _is_data(rule: Rule, name: str, value: Any) -> bool:
     return name not in rule.options and is_number(value) and not switch
 
 
-class Parts(NamedTuple):
+class SplitRules(NamedTuple):
     """Several rules taken apart."""
 
     forms: tuple[Rule, ...]
@@ -86,7 +87,7 @@ class Parts(NamedTuple):
     numbers: Sequence[Any]
 
     @classmethod
-    def of(cls, rules: Iterable[Rule]) -> "Parts":
+    def of(cls, rules: Iterable[Rule]) -> "SplitRules":
         """Take rules apart."""
         parts = [split(rule) for rule in rules]
         return cls(
