@@ -1,6 +1,8 @@
 """What the tests share: the list of rules, the list of backends, and ways to make, run and compare arrays."""
 
+import gc
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -19,6 +21,16 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 DTYPES = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
 EPS = {name: 2.0**-bits for name, bits in zip(DTYPES, (10, 7, 23, 52, 23, 52), strict=True)}
 """The distance from 1 to the next number."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _compiled_programs_are_dropped() -> Iterator[None]:
+    """What JAX has compiled for the tests of one module serves no other, and would slow down the collection of garbage in all."""
+    yield
+    jax = sys.modules.get("jax")
+    if jax is not None:
+        jax.clear_caches()
+        gc.collect()
 
 
 # Backends -------------------------------------------------------------------------------------------------------------
@@ -319,4 +331,18 @@ def train(rule: Any, model: Any, *gradients: Any, in_place: bool = False) -> tup
     state = rule if isinstance(rule, op.State) else op.setup(rule, model)
     for grads in gradients:
         state, model = (op.update_ if in_place else op.update)(state, model, grads)
+    return state, model
+
+
+def steps_of(state: op.State) -> dict[str, int]:
+    """How many steps each parameter has taken."""
+    return {str(each.path): int(each.step) for each in state.leaves()}
+
+
+def trained_on(backend: Backend, rule: Any, shapes: dict[str, Any], steps: int = 3) -> tuple[op.State, Any]:
+    """A state and a model of ones of these shapes, after some steps with gradients of one half."""
+    model = {name: backend.array(np.full(shape, 1.0)) for name, shape in shapes.items()}
+    state = op.setup(rule, model)
+    for _ in range(steps):
+        state, model = op.update(state, model, {name: backend.array(np.full(shape, 0.5)) for name, shape in shapes.items()})
     return state, model

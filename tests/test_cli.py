@@ -138,13 +138,13 @@ def test_missing_module_that_is_no_extra_is_not_hidden(monkeypatch: pytest.Monke
         main(["demo"])
 
 
-def test_error_of_the_library_is_one_line_and_code_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_error_of_the_library_is_one_line_and_code_2(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setattr(demo, "run", raising(op.errors.PathError('no parameter matches\n "x"')))
     assert main(["demo"]) == 2
     assert capsys.readouterr().err == 'optimisers: no parameter matches "x"\n'
 
 
-def test_folder_that_cannot_be_made_is_one_line_and_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_folder_that_cannot_be_made_is_one_line_and_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "file").write_text("")
     assert main(["demo", "--steps", "1", "--out", str(tmp_path / "file")]) == 2
     assert capsys.readouterr().err == f"optimisers: {tmp_path / 'file'}: File exists\n"

@@ -23,7 +23,6 @@ from tests.conftest import (
     assert_close,
     dtype_of,
     random_array,
-    rule_classes,
     train,
     trains,
     wide,
@@ -309,21 +308,6 @@ def test_rules_that_differ_in_numbers_alone_run_the_same_program(rule: op.Rule) 
         if isinstance(value, float) and not isinstance(value, bool) and value
     }
     assert program_of(rule.adjusted(**changes)) is program_of(rule)
-
-
-@pytest.mark.parametrize("cls", [*rule_classes(), op.Chain], ids=lambda cls: cls.__name__)
-def test_every_rule_is_documented(cls: type[op.Rule]) -> None:
-    text = cls.__doc__ or ""
-    assert "Source:" in text or "$" in text or cls is op.Chain
-    assert "Example:" in text
-    assert "**Arguments:**" in text or not cls.__annotations__
-
-
-def test_every_public_name_is_documented() -> None:
-    for name in op.__all__:
-        value = getattr(op, name)
-        if callable(value) or isinstance(value, type):
-            assert value.__doc__, name
 
 
 # The dtype of the state -----------------------------------------------------------------------------------------------

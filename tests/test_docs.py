@@ -99,6 +99,7 @@ def test_a_public_name_is_documented(name: str, each: str, value: Any):
     if isinstance(value, type) and issubclass(value, op.Rule) and value.__module__.startswith("optimisers.rules"):
         assert ">>>" in text
         assert value in (op.Rule, op.Chain) or "Source:" in text
+        assert value in (op.Rule, op.Chain) or "**Arguments:**" in text or not value.__annotations__
     if inspect.isfunction(value) and name == "optimisers":
         assert ">>>" in text or "Example: see" in text or value is op.rule  # whose example is that of `Rule`
 

@@ -26,6 +26,24 @@ def _params() -> dict[str, Any]:
     return {name: jnp.ones(shape) for name, shape in SHAPES.items()}
 
 
+def _in_optax(theirs: Any, opt_state: Any, params: Any, steps: range) -> tuple[Any, Any]:
+    for at in steps:
+        updates, opt_state = theirs.update(_grads(at), opt_state, params)
+        params = optax.apply_updates(params, updates)
+    return opt_state, params
+
+
+def _here(state: op.State, model: Any, place: Any, steps: range) -> tuple[op.State, Any]:
+    for at in steps:
+        state, model = op.update(state, model, jax.tree.map(place, _grads(at)))
+    return state, model
+
+
+def _assert_same(model: Any, params: Any) -> None:
+    for key, array in params.items():
+        np.testing.assert_allclose(model[key], array, rtol=1e-6, atol=1e-7)
+
+
 CASES: dict[str, tuple[optax.GradientTransformation, Any]] = {
     "adam": (optax.adam(0.1, b1=0.8), op.Adam(0.1, betas=(0.8, 0.999))),
     "adamw": (optax.adamw(0.1, weight_decay=0.02), op.AdamW(0.1, weight_decay=0.02)),
@@ -53,22 +71,14 @@ CASES: dict[str, tuple[optax.GradientTransformation, Any]] = {
 @pytest.mark.parametrize("library", ["jax", "numpy"])
 def test_training_goes_on_with_the_same_numbers(name: str, library: str) -> None:
     theirs, rule = CASES[name]
-    params: Any = _params()
-    opt_state = theirs.init(params)
-    for at in range(3):
-        updates, opt_state = theirs.update(_grads(at), opt_state, params)
-        params = optax.apply_updates(params, updates)
+    opt_state, params = _in_optax(theirs, theirs.init(_params()), _params(), range(3))
     place = np.asarray if library == "numpy" else jnp.asarray
     model: Any = jax.tree.map(place, params)
     state = state_from_optax(opt_state, model, rule, step=3 if name in ("momentum", "nesterov", "sgd", "partition") else None)
     assert state.step == 3
     assert {each.step for each in state.leaves()} == {3}
-    for at in range(3, 6):
-        updates, opt_state = theirs.update(_grads(at), opt_state, params)
-        params = optax.apply_updates(params, updates)
-        state, model = op.update(state, model, jax.tree.map(place, _grads(at)))
-    for key, array in params.items():
-        np.testing.assert_allclose(model[key], array, rtol=1e-6, atol=1e-7)
+    _, params = _in_optax(theirs, opt_state, params, range(3, 6))
+    _assert_same(_here(state, model, place, range(3, 6))[1], params)
 
 
 def test_what_was_masked_starts_afresh_with_a_count_of_its_own() -> None:
@@ -154,21 +164,15 @@ def test_the_state_inside_an_optimizer_of_nnx_goes_on() -> None:
 def test_a_state_given_back_goes_on_with_the_same_numbers(name: str, library: str) -> None:
     theirs, rule = CASES[name]
     place = np.asarray if library == "numpy" else jnp.asarray
-    model: Any = jax.tree.map(place, _params())
-    state = op.setup(rule, model)
-    for at in range(3):
-        state, model = op.update(state, model, jax.tree.map(place, _grads(at)))
+    start = jax.tree.map(place, _params())
+    state, model = _here(op.setup(rule, start), start, place, range(3))
     params: Any = jax.tree.map(jnp.asarray, model)
     fresh = theirs.init(params)
     opt_state = state_to_optax(state, fresh)
     assert jax.tree.structure(opt_state) == jax.tree.structure(fresh)
     assert jax.tree.map(lambda a: (a.shape, a.dtype), opt_state) == jax.tree.map(lambda a: (a.shape, a.dtype), fresh)
-    for at in range(3, 6):
-        updates, opt_state = theirs.update(_grads(at), opt_state, params)
-        params = optax.apply_updates(params, updates)
-        state, model = op.update(state, model, jax.tree.map(place, _grads(at)))
-    for key, array in params.items():
-        np.testing.assert_allclose(model[key], array, rtol=1e-6, atol=1e-7)
+    _, params = _in_optax(theirs, opt_state, params, range(3, 6))
+    _assert_same(_here(state, model, place, range(3, 6))[1], params)
 
 
 def test_what_optax_cannot_hold_is_named() -> None:
@@ -199,8 +203,6 @@ def test_what_is_tied_and_what_is_frozen_goes_to_optax() -> None:
     state, model = op.update(state, model, {"embed": jnp.ones((3, 2))})
     masked = optax.masked(optax.adam(0.1), {"embed": True, "head": True, "b": False})
     adam = state_to_optax(state, masked.init(model)).inner_state[0]
-    assert (int(adam.count), bool((adam.mu["head"] == adam.mu["embed"]).all()), round(float(adam.mu["embed"][0, 0]), 6)) == (
-        1,
-        True,
-        0.1,
-    )
+    assert int(adam.count) == 1
+    assert (adam.mu["head"] == adam.mu["embed"]).all()
+    assert float(adam.mu["embed"][0, 0]) == pytest.approx(0.1)

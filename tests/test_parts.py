@@ -10,7 +10,7 @@ import torch
 
 import optimisers as op
 from optimisers.errors import HyperparameterError, StateError
-from tests.conftest import RULES, Backend, assert_close, bits, branch, dtype_of, leaf, numpy_dtype, train, trains, wide
+from tests.conftest import RULES, SETTINGS, Backend, assert_close, bits, branch, dtype_of, leaf, numpy_dtype, train, trains, wide
 
 HALVES = ("float16", "bfloat16")
 
@@ -257,10 +257,14 @@ def _schedule_free(b: Backend, rule: op.Rule, dtype: str = "float64") -> tuple[o
     return state, model, grads
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
-def test_evaluation_is_the_average_and_training_goes_back(backend: Backend, dtype: str) -> None:
-    if dtype not in backend.dtypes:
-        return
+@pytest.mark.parametrize(
+    "setting",
+    [each for each in SETTINGS if not each[1].startswith("complex")],
+    ids=lambda each: f"{each[0]}-{each[1]}",
+    indirect=True,
+)
+def test_evaluation_is_the_average_and_training_goes_back(setting: tuple[Backend, str]) -> None:
+    backend, dtype = setting
     state, model, grads = _schedule_free(backend, op.ScheduleFree(0.25), dtype)
     # z moves by 0.25 a step, and x is the mean of all z after a step.
     z0 = np.array([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])

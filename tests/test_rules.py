@@ -1,6 +1,5 @@
 """The numbers of every rule, chains, gates, and rules of a user's own."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -143,59 +142,6 @@ def test_three_steps_of_adam(backend: Backend) -> None:
     assert_close(backend.read(model["p"]), [0.7, 2.3], 1e-7)
     _, model = train(op.Adam(0.1), {"p": backend.array([1.0])}, *[{"p": backend.array([1.0])}] * 3)
     assert_close(backend.read(model["p"]), [0.7], 1e-7)
-
-
-TORCH: dict[str, tuple[op.Rule, Callable[[Any], torch.optim.Optimizer]]] = {
-    "SGD": (op.SGD(0.1), lambda p: torch.optim.SGD(p, 0.1)),
-    "SGD-decay": (op.SGD(0.1, weight_decay=0.2), lambda p: torch.optim.SGD(p, 0.1, weight_decay=0.2)),
-    "SGD-momentum": (op.SGD(0.1, momentum=0.9), lambda p: torch.optim.SGD(p, 0.1, momentum=0.9)),
-    "SGD-dampened": (
-        op.SGD(0.1, momentum=0.9, dampening=0.3, weight_decay=0.2),
-        lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, dampening=0.3, weight_decay=0.2),
-    ),
-    "SGD-nesterov": (
-        op.SGD(0.1, momentum=0.9, weight_decay=0.2, nesterov=True),
-        lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.2, nesterov=True),
-    ),
-    "Momentum": (op.Momentum(0.1, 0.8), lambda p: torch.optim.SGD(p, 0.1, momentum=0.8)),
-    "Nesterov": (op.Nesterov(0.1, 0.8), lambda p: torch.optim.SGD(p, 0.1, momentum=0.8, nesterov=True)),
-    "Descent": (op.Descent(0.1), lambda p: torch.optim.SGD(p, 0.1)),
-    "Adam": (op.Adam(0.1, (0.8, 0.99), 1e-6), lambda p: torch.optim.Adam(p, 0.1, (0.8, 0.99), 1e-6)),
-    "Adam-plain": (op.Adam(), lambda p: torch.optim.Adam(p)),
-    "Adam-decay": (op.Chain(op.WeightDecay(0.2), op.Adam(0.1)), lambda p: torch.optim.Adam(p, 0.1, weight_decay=0.2)),
-    "AdamW": (op.AdamW(0.1, (0.8, 0.99), 1e-6, 0.2), lambda p: torch.optim.AdamW(p, 0.1, (0.8, 0.99), 1e-6, 0.2)),
-    "AdamW-plain": (op.AdamW(), lambda p: torch.optim.AdamW(p)),
-}
-
-
-@pytest.mark.parametrize("name", TORCH)
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-12), ("float32", 8 * EPS["float32"])])
-def test_numbers_are_those_of_torch(numpy_backend: Backend, name: str, dtype: str, tolerance: float) -> None:
-    rule, make = TORCH[name]
-    rng = np.random.default_rng(3)
-    model = {"w": rng.normal(size=(4, 5)).astype(dtype), "b": rng.normal(size=5).astype(dtype)}
-    tensors = {name: torch.from_numpy(array.copy()) for name, array in model.items()}
-    optimiser = make(list(tensors.values()))
-    state = op.setup(rule, model)
-    for _ in range(20):
-        grads = {name: rng.normal(size=array.shape).astype(dtype) for name, array in model.items()}
-        for each, tensor in tensors.items():
-            tensor.grad = torch.from_numpy(grads[each].copy())
-        optimiser.step()
-        state, model = op.update_(state, model, grads)
-        for each, tensor in tensors.items():
-            assert_close(model[each], tensor.numpy(), tolerance)
-
-
-def test_momentum_and_nesterov_are_forms_of_sgd(backend: Backend) -> None:
-    grads = [{"x": backend.array(g)} for g in ([1.0, -2.0], [0.5, 3.0], [-1.0, 1.0])]
-    for short, long in (
-        (op.Descent(0.1), op.SGD(0.1)),
-        (op.Momentum(0.1, 0.8), op.SGD(0.1, momentum=0.8)),
-        (op.Nesterov(0.1, 0.8), op.SGD(0.1, momentum=0.8, nesterov=True)),
-    ):
-        found = [train(rule, {"x": backend.array([1.0, 2.0])}, *grads)[1]["x"] for rule in (short, long)]
-        assert_close(backend.read(found[0]), backend.read(found[1]), 1e-15)
 
 
 def test_sgd_has_no_velocity_without_momentum() -> None:
@@ -438,40 +384,6 @@ def test_a_gradient_of_another_shape_is_never_broadcast(backend: Backend) -> Non
 
 
 # Hyperparameters ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: op.Descent(-0.1),
-        lambda: op.Adam(lr=float("nan")),
-        lambda: op.Adam(lr=float("inf")),
-        lambda: op.Adam(betas=(0.9, 1.0)),
-        lambda: op.Adam(betas=(-0.1, 0.9)),
-        lambda: op.Adam(betas=(0.9, float("nan"))),
-        lambda: op.Adam(betas=(0.9,)),  # type: ignore[arg-type]
-        lambda: op.Adam(betas=0.9),  # type: ignore[arg-type]
-        lambda: op.Adam(eps=-1e-8),
-        lambda: op.AdamW(weight_decay=-1.0),
-        lambda: op.Momentum(momentum=-1.0),
-        lambda: op.SGD(momentum=float("nan")),
-        lambda: op.ClipGrad(0.0),
-        lambda: op.ClipNorm(-1.0),
-        lambda: op.ClipGlobalNorm(float("nan")),
-        lambda: op.AccumGrad(0),
-        lambda: op.WeightDecay(-0.1),
-        lambda: op.SignDecay(-0.1),
-        lambda: op.Adam(lr="0.1"),
-        lambda: op.Adam(lr=None),
-        lambda: op.Adam(lr=True),
-        lambda: op.Adam(lr=[0.1]),
-        lambda: op.Adam(lr=np.array([0.1, 0.2])),
-        lambda: op.Adam(lr=1 + 1j),
-    ],
-)
-def test_a_hyperparameter_out_of_its_range_or_kind_is_an_error(make: Callable[[], Any]) -> None:
-    with pytest.raises(HyperparameterError):
-        make()
 
 
 def test_a_range_error_names_the_rule_the_value_and_the_range() -> None:

@@ -1,9 +1,8 @@
-"""Models that change: heads swapped, layers moved, vocabularies resized, ties that come and go, states composed and cut."""
+"""Models that change: heads swapped, layers moved, vocabularies resized, ties that come and go."""
 
 import copy
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,30 +15,17 @@ from torch import nn
 
 import optimisers as op
 from optimisers.errors import PathError, ShapeError, StateError
-from tests.conftest import BACKENDS, RULES, Backend, leaf, trains
-
-
-def _steps(state: op.State) -> dict[str, int]:
-    return {str(each.path): int(each.step) for each in state.leaves()}
-
-
-def _trained(backend: Backend, rule: Any, shapes: dict[str, Any], steps: int = 3) -> tuple[op.State, Any]:
-    model = {name: backend.array(np.full(shape, 1.0)) for name, shape in shapes.items()}
-    state = op.setup(rule, model)
-    for _ in range(steps):
-        state, model = op.update(state, model, {name: backend.array(np.full(shape, 0.5)) for name, shape in shapes.items()})
-    return state, model
-
+from tests.conftest import BACKENDS, RULES, Backend, leaf, steps_of, trained_on, trains
 
 # Names ----------------------------------------------------------------------------------------------------------------
 
 
 def test_a_swapped_head_starts_afresh_and_the_trunk_goes_on(backend: Backend) -> None:
-    state, model = _trained(backend, op.Adam(0.1), {"trunk": (3,), "head": (3, 10)})
+    state, model = trained_on(backend, op.Adam(0.1), {"trunk": (3,), "head": (3, 10)})
     mu = backend.read(leaf(state, "trunk").slots["mu"]).copy()
     model = {"trunk": model["trunk"], "head": backend.array(np.ones((3, 4)))}
     new, report = op.adapt(state, model)
-    assert _steps(new) == {"head": 0, "trunk": 3}
+    assert steps_of(new) == {"head": 0, "trunk": 3}
     assert (list(map(str, report.kept)), {str(path): why for path, why in report.fresh.items()}) == (
         ["trunk"],
         {"head": "shape [3, 10] -> [3, 4]"},
@@ -47,7 +33,7 @@ def test_a_swapped_head_starts_afresh_and_the_trunk_goes_on(backend: Backend) ->
     np.testing.assert_array_equal(backend.read(leaf(new, "trunk").slots["mu"]), mu)
     assert not backend.read(leaf(new, "head").slots["mu"]).any()
     new, model = op.update(new, model, model)
-    assert _steps(new) == {"head": 1, "trunk": 4}
+    assert steps_of(new) == {"head": 1, "trunk": 4}
     assert new.step == 4
 
 
@@ -87,7 +73,7 @@ def test_renamed_parameters_keep_their_state(name: str) -> None:
             state, model = op.update(state, model, {path: np.full(2, at + 1.0)})
     state = state.freeze("head")
     new, report = op.adapt(state, _nested({path: np.ones(2) for path in expected}), rename=rename)
-    assert _steps(new) == expected
+    assert steps_of(new) == expected
     for path, count in expected.items():
         expected_mu = count * (1 - 0.9**count)
         np.testing.assert_allclose(leaf(new, path).slots["mu"], expected_mu)
@@ -143,7 +129,7 @@ def test_what_the_state_did_not_train_it_does_not_train_afterwards() -> None:
 
 @pytest.mark.parametrize("policy", ["keep", "pad"])
 def test_a_grown_vocabulary_keeps_its_rows(backend: Backend, policy: str) -> None:
-    state, model = _trained(backend, op.Adam(0.1), {"embed": (4, 3), "w": (2,)})
+    state, model = trained_on(backend, op.Adam(0.1), {"embed": (4, 3), "w": (2,)})
     state = state.freeze("embed", rows=[0, 3])
     grown = np.ones((6, 3))
     grown[:4] = backend.read(model["embed"])
@@ -227,7 +213,7 @@ def test_two_halves_that_share_an_array_are_tied_by_adapt() -> None:
     first, encoder = op.update(first, encoder, {"embed": np.ones((4, 3))})
     second, _ = op.update(second, decoder, {"head": np.ones((3, 4))})
     state = op.compose({"encoder": first, "decoder": second})
-    assert _steps(state) == {"encoder.embed": 1, "decoder.b": 0, "decoder.head": 1}
+    assert steps_of(state) == {"encoder.embed": 1, "decoder.b": 0, "decoder.head": 1}
     model = {"encoder": {"embed": table}, "decoder": {"head": table.T, "b": np.ones(4)}}
     new, report = op.adapt(state, model)
     assert {str(a): str(b) for a, b in report.tied.items()} == {"encoder.embed": "decoder.head"}
@@ -248,7 +234,7 @@ def test_a_tie_that_is_gone_leaves_a_copy_of_the_state_at_each_place(sharing_bac
     mu = [sharing_backend.read(leaf(new, name).slots["mu"]) for name in ("embed", "head")]
     np.testing.assert_array_equal(mu[0], mu[1].T)
     assert not np.shares_memory(mu[0], mu[1])
-    assert _steps(new) == {"embed": 1, "head": 1}
+    assert steps_of(new) == {"embed": 1, "head": 1}
     back, report = op.adapt(new, model)
     assert {str(a): str(b) for a, b in report.tied.items()} == {"head": "embed"}
     assert len(back) == 1
@@ -386,7 +372,7 @@ def test_a_run_goes_on_in_another_library(backend: Backend, there: Backend) -> N
     expected, right = run(BACKENDS[0], BACKENDS[0])
     for name, each in right.items():
         np.testing.assert_allclose(found[name], each, rtol=1e-12, atol=1e-12)
-    assert _steps(state) == _steps(expected)
+    assert steps_of(state) == steps_of(expected)
     assert state.step == 6
     if there.name != "jax":
         assert all(type(each.step) is int for each in state.leaves())
@@ -419,7 +405,7 @@ def test_an_embedding_of_a_module_is_resized_in_mid_training() -> None:
     state, report = op.adapt(state, module, resize="pad")
     assert (len(state), {str(path) for path in report.resized}) == (1, {"0.weight"})
     assert torch.equal(leaf(state, "0.weight").slots["mu"][:5], mu)
-    assert _steps(train(state)) == {"0.weight": 4}
+    assert steps_of(train(state)) == {"0.weight": 4}
 
 
 # The report -------------------------------------------------------------------------------------------------------------
@@ -465,110 +451,6 @@ def test_a_spent_state_is_refused() -> None:
     for call in (lambda: op.adapt(state, model), lambda: op.compose({"m": state})):
         with pytest.raises(StateError, match="use the state that it returned"):
             call()
-
-
-# Compose ----------------------------------------------------------------------------------------------------------------
-
-
-def test_composed_states_are_those_of_their_branches(backend: Backend) -> None:
-    first, a = _trained(backend, op.Chain(op.ClipGlobalNorm(1.0), op.Adam(0.1)), {"w": (2,), "v": (3,)})
-    second, b = _trained(backend, op.SGD(0.1, momentum=0.9), {"w": (2,)}, steps=1)
-    second = second.freeze("w")
-    state = op.compose({"backbone.one": first, "head": second})
-    assert (state.step, _steps(state)) == (3, {"backbone.one.v": 3, "backbone.one.w": 3, "head.w": 1})
-    assert state["backbone.one"] == first
-    model = {"backbone": {"one": a}, "head": b}
-    state, model = op.update(state, model, model)
-    alone, _ = op.update(first, a, a)
-    assert leaf(state, "backbone.one.v").step == leaf(alone, "v").step == 4
-    mine, theirs = (backend.read(leaf(each, path).slots["mu"]) for each, path in ((state, "backbone.one.w"), (alone, "w")))
-    np.testing.assert_array_equal(mine, theirs)
-
-
-def test_a_state_under_two_names_has_slots_of_its_own_under_each() -> None:
-    model = {"w": np.ones(2)}
-    state, model = op.update(op.setup(op.Momentum(0.1), model), model, model)
-    both = op.compose({"a": state, "b": state}, step=7)
-    pair = {"a": {"w": np.ones(2)}, "b": {"w": np.ones(2)}}
-    new, _ = op.update_(both, pair, {"a": {"w": np.ones(2)}})
-    assert new.step == 8
-    assert not np.shares_memory(leaf(new, "a.w").slots["velocity"], leaf(new, "b.w").slots["velocity"])
-    assert leaf(new, "b.w").slots["velocity"].tolist() == [1.0, 1.0]
-
-
-def test_what_cannot_be_composed_is_an_error() -> None:
-    state = op.setup(op.Chain(op.AccumGrad(2), op.Adam()), {"w": np.ones(2)})
-    with pytest.raises(PathError, match=r'"a\.b" lies inside "a"'):
-        op.compose({"a": state, "a.b": state})
-    other = op.setup(op.Chain(op.AccumGrad(3), op.Adam()), {"w": np.ones(2)})
-    with pytest.raises(StateError, match="decide for the whole tree"):
-        op.compose({"a": state, "b": other})
-    begun, _ = op.update(state, {"w": np.ones(2)}, {"w": np.ones(2)})
-    with pytest.raises(StateError, match="b: accumgrad decides for the whole tree, and stands otherwise than in the others"):
-        op.compose({"a": state, "b": begun})
-    for wrong in ({}, [state]):
-        with pytest.raises(StateError, match="compose takes a mapping from names to states"):
-            op.compose(wrong)  # type: ignore[arg-type]
-
-
-# Unfreezing -------------------------------------------------------------------------------------------------------------
-
-
-def test_a_plan_thaws_by_the_step_and_goes_on_when_resumed() -> None:
-    model = {"embed": np.ones(2), "layers": [np.ones(2), np.ones(2)], "head": np.ones(2)}
-    plan = op.Unfreezing.by_depth(model, at=2)
-    state = op.setup(op.layerwise(op.Adam(), model, decay=0.5), model)
-    for at in range(7):
-        state = plan(state)
-        if at == 3:
-            state, _ = op.adapt(state, model)  # a layout that no cache knows
-        state, model = op.update(state, model, model)
-    assert _steps(state) == {"head": 7, "layers.1": 5, "layers.0": 3, "embed": 1}
-    assert plan(state) is state
-
-
-def test_a_plan_keeps_frozen_rows_and_leaves_others_alone() -> None:
-    model = {"a": np.ones((2, 2)), "b": np.ones(2), "c": np.ones(2), "d": np.ones(2)}
-    plan = op.Unfreezing(["b", ["a", "b"]], at=[1, 3])
-    state = plan(op.setup(op.Adam(), model).freeze("a", rows=[0]).freeze("c"))
-    assert {str(each.path): each.frozen for each in state.leaves()} == {"a": True, "b": True, "c": True, "d": False}
-    thawed = plan(state.evolved(step=3))
-    assert {str(each.path): each.frozen for each in thawed.leaves()} == {"a": False, "b": False, "c": True, "d": False}
-    assert leaf(thawed, "a").frozen_rows == ((0, 1),)
-
-
-@pytest.mark.parametrize("at", [0, -1, True, [1], [3, 1], "1", 1.5, ["x", "y"], [None, 1], [-3, 1], [0.5, 1]])
-def test_a_plan_that_makes_no_sense_is_an_error(at: Any) -> None:
-    with pytest.raises(StateError, match="Unfreezing takes groups, and a number of steps or for each group its step, ascending"):
-        op.Unfreezing(["a", "b"], at)
-
-
-def test_a_plan_is_for_the_outside_of_jit() -> None:
-    model = {"a": jnp.ones(2)}
-    plan: Callable[[op.State], op.State] = op.Unfreezing(["a"], 1)
-    with pytest.raises(StateError, match="call it outside of jit"):
-        jax.jit(plan)(op.setup(op.Adam(), model))
-    with pytest.raises(PathError, match='no parameter matches "b"'):
-        op.Unfreezing(["b"], 1)(op.setup(op.Adam(), model))
-    with pytest.raises(StateError, match="no path of the model has the number of a layer"):
-        op.Unfreezing.by_depth(model, 1)
-    with pytest.raises(StateError, match="a depth is a whole number or None, not 'top'"):
-        op.Unfreezing.by_depth(model, 1, depth=lambda record: "top")  # type: ignore[arg-type,return-value]
-
-
-def test_plans_whose_functions_look_alike_freeze_what_each_selects() -> None:
-    state = op.setup(op.Adam(), {"enc": {"w": np.ones(2)}, "dec": {"w": np.ones(2)}})
-    for name in ("enc", "dec", "enc"):
-        plan = op.Unfreezing([op.select.where(lambda record, name=name: record.path[0] == name)], [100])
-        assert {str(leaf.path) for leaf in plan(state).leaves() if leaf.frozen} == {f"{name}.w"}
-
-
-def test_a_plan_that_would_never_begin_is_an_error() -> None:
-    state = op.setup(op.Adam(), {"a": np.ones(2), "b": np.ones(2)})
-    with pytest.raises(StateError, match="at step 0 this plan leaves nothing live, so no step would be counted"):
-        op.Unfreezing(["a", "b"], at=[2, 4])(state)
-    with pytest.raises(StateError, match="takes a list of groups, not 'a'"):
-        op.Unfreezing("a", at=3)
 
 
 def test_a_declared_tie_keeps_its_canonical_place_though_the_other_comes_first(tmp_path: Path) -> None:

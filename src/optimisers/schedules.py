@@ -7,7 +7,7 @@ import math
 import operator
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import array_api_compat
@@ -37,6 +37,17 @@ __all__ = [
 class Schedule:
     """A function of the step that can be printed, compared, hashed and pickled."""
 
+    def __post_init__(self) -> None:
+        """Check the fields: numbers, whole numbers of at least 1, another schedule."""
+        for field in fields(self):  # type: ignore[arg-type]  # every schedule is a dataclass
+            value = getattr(self, field.name)
+            if field.name == "schedule":
+                object.__setattr__(self, "schedule", _schedule(value))
+            elif field.type is int:
+                _check_whole(self, field.name)
+            elif field.type is float or (field.type == float | None and value is not None):
+                _check_number(self, field.name)
+
     def __call__(self, step: Any) -> Any:
         """The value at a step: a number for a number, an array for an array (or a tracer)."""
         raise NotImplementedError  # every schedule defines it
@@ -62,7 +73,8 @@ class Schedule:
     @property
     def length(self) -> int:
         """About how many steps show what the schedule does."""
-        return 100
+        steps = getattr(self, "steps", None)
+        return 100 if steps is None else steps + steps // 10
 
     def plot(self, steps: int | None = None, *, axes: Any = None) -> Any:
         """Draw the values at steps 0 to `steps` (by default `length`), with Matplotlib.
@@ -94,9 +106,6 @@ class Constant(Schedule):
 
     value: float
 
-    def __post_init__(self) -> None:
-        _check_numbers(self, "value")
-
     def __call__(self, step: Any) -> Any:
         return self.value
 
@@ -110,11 +119,7 @@ class Shifted(Schedule):
     """
 
     schedule: Any
-    start: int
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "schedule", _schedule(self.schedule))
-        _check_numbers(self, "start")
+    start: float
 
     @property
     def length(self) -> int:
@@ -136,10 +141,6 @@ class Scaled(Schedule):
     schedule: Any
     factor: float
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "schedule", _schedule(self.schedule))
-        _check_numbers(self, "factor")
-
     @property
     def length(self) -> int:
         return getattr(self.schedule, "length", 100)
@@ -160,14 +161,6 @@ class Linear(Schedule):
     stop: float
     steps: int
 
-    def __post_init__(self) -> None:
-        _check_numbers(self, "start", "stop")
-        _check_whole(self, "steps")
-
-    @property
-    def length(self) -> int:
-        return self.steps + self.steps // 10
-
     def __call__(self, step: Any) -> Any:
         return self.start + (self.stop - self.start) * _share(step, self.steps)
 
@@ -187,14 +180,6 @@ class Cosine(Schedule):
     start: float
     steps: int
     stop: float = 0.0
-
-    def __post_init__(self) -> None:
-        _check_numbers(self, "start", "stop")
-        _check_whole(self, "steps")
-
-    @property
-    def length(self) -> int:
-        return self.steps + self.steps // 10
 
     def __call__(self, step: Any) -> Any:
         return self.stop + (self.start - self.stop) * (1 + _cos(math.pi * _share(step, self.steps))) / 2
@@ -256,8 +241,7 @@ class Exponential(Schedule):
     least: float | None = None
 
     def __post_init__(self) -> None:
-        _check_numbers(self, "start", "rate", *(["least"] if self.least is not None else []))
-        _check_whole(self, "steps")
+        super().__post_init__()
         if isinstance(self.rate, (int, float)) and self.rate <= 0:
             raise HyperparameterError(f"{self!r}: rate is above 0")
 
@@ -290,14 +274,9 @@ class Polynomial(Schedule):
     power: float = 1.0
 
     def __post_init__(self) -> None:
-        _check_numbers(self, "start", "stop", "power")
-        _check_whole(self, "steps")
+        super().__post_init__()
         if isinstance(self.power, (int, float)) and self.power <= 0:
             raise HyperparameterError(f"{self!r}: power is above 0")
-
-    @property
-    def length(self) -> int:
-        return self.steps + self.steps // 10
 
     def __call__(self, step: Any) -> Any:
         return self.stop + (self.start - self.stop) * (1 - _share(step, self.steps)) ** self.power
@@ -318,10 +297,6 @@ class CosineRestarts(Schedule):
     steps: int
     stop: float = 0.0
     factor: int = 1
-
-    def __post_init__(self) -> None:
-        _check_numbers(self, "start", "stop")
-        _check_whole(self, "steps", "factor")
 
     @property
     def length(self) -> int:
@@ -356,10 +331,6 @@ class InverseSqrt(Schedule):
 
     peak: float
     warmup: int
-
-    def __post_init__(self) -> None:
-        _check_numbers(self, "peak")
-        _check_whole(self, "warmup")
 
     @property
     def length(self) -> int:
@@ -443,24 +414,22 @@ def _is_number(value: Any) -> bool:
     return (isinstance(value, (int, float)) and not isinstance(value, bool)) or getattr(value, "shape", None) == ()
 
 
-def _check_numbers(schedule: Any, *names: str) -> None:
-    """Check that some fields are numbers, and make Python numbers of them; a tracer stays."""
-    for name in names:
-        value: Any = getattr(schedule, name)
-        if is_traced(value):
-            continue
-        if not _is_number(value) or value != value:
-            raise HyperparameterError(f"{schedule!r}: {name} is a number")
-        if hasattr(value, "item"):
-            object.__setattr__(schedule, name, value.item())
+def _check_number(schedule: Schedule, name: str) -> None:
+    """Check that a field is a number, and make it a Python number; a tracer stays."""
+    value: Any = getattr(schedule, name)
+    if is_traced(value):
+        return
+    if not _is_number(value) or value != value:
+        raise HyperparameterError(f"{schedule!r}: {name} is a number")
+    if hasattr(value, "item"):
+        object.__setattr__(schedule, name, value.item())
 
 
-def _check_whole(schedule: Schedule, *names: str) -> None:
-    for name in names:
-        value = _whole(getattr(schedule, name))
-        if value is None or value < 1:
-            raise HyperparameterError(f"{schedule!r}: {name} is a whole number of at least 1")
-        object.__setattr__(schedule, name, value)
+def _check_whole(schedule: Schedule, name: str) -> None:
+    value = _whole(getattr(schedule, name))
+    if value is None or value < 1:
+        raise HyperparameterError(f"{schedule!r}: {name} is a whole number of at least 1")
+    object.__setattr__(schedule, name, value)
 
 
 def _whole(value: Any) -> int | None:

@@ -246,7 +246,7 @@ class State:
         **Arguments:**
 
         - `alias`: the place that becomes another occurrence.
-        - `path`: a place of the parameter that stays.
+        - `path`: the canonical path of the parameter that stays.
         - `view`: how the alias is seen from there: `None` (the same), `"transpose"` (all axes reversed) or `"reshape"`.
 
         **Raises** `PathError` for an unknown path, `TieError` for shapes or dtypes that do not fit, or places that are

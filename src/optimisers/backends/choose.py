@@ -18,7 +18,7 @@ _reference_only: ContextVar[bool] = ContextVar("reference_only", default=False)
 
 @contextmanager
 def reference_only() -> Iterator[None]:
-    """Run every step inside in the reference backend, as if Numba were not installed.
+    """Run every step inside as if Numba were not installed: NumPy in the reference backend, PyTorch on lists of tensors.
 
     Example:
         >>> import optimisers as op

@@ -12,6 +12,7 @@ from optimisers.interop.torch_kinds import KINDS, Kind, check_dict
 from optimisers.model.layout import Parameter
 from optimisers.model.paths import Path
 from optimisers.model.reading import parameters_of
+from optimisers.model.torch_nodes import without_shells
 from optimisers.model.trees import opened
 from optimisers.rules.adam import Adam, AdamW, AMSGrad
 from optimisers.rules.adaptive import AdaGrad
@@ -28,7 +29,6 @@ __all__ = ["from_torch"]
 
 _CAUTIOUS = {"cautious_factor": 1.0, "caution": False, "corrected_weight_decay": False}
 """Further entries in groups of Lion, and the value with which they mean nothing."""
-_SHELLS = ("_orig_mod", "module")
 
 
 # From PyTorch ---------------------------------------------------------------------------------------------------------
@@ -151,14 +151,10 @@ def _read(
 
 def _by_object(groups: Any, module: Any, found: Sequence[tuple[Parameter, Any]]) -> Iterator[int]:
     """The numbers of the parameters that an optimiser holds."""
-    known = {id(array): at for at, (_, array) in enumerate(found)}
-    leaves, structure = opened(module)
-    places = {id(leaf): path for path, leaf in zip(structure.paths, leaves, strict=True)}
-    seen_as = {path: record.path for record, _ in found for path in record.paths}
+    known = _Known(module, found)
     for number, group in enumerate(groups):
         for position, tensor in enumerate(group["params"]):
-            _check_apart(tensor, known, places, seen_as)
-            at = known.get(id(tensor))
+            at = known.number(tensor)
             if at is None:
                 name = (group.get("param_names") or {position: f"number {position} of group {number}"})[position]
                 raise StateError(
@@ -168,17 +164,27 @@ def _by_object(groups: Any, module: Any, found: Sequence[tuple[Parameter, Any]])
             yield at
 
 
-def _check_apart(tensor: Any, known: Mapping[int, int], places: Mapping[int, Path], seen_as: Mapping[Path, Path]) -> None:
-    """Check that a tensor of an optimiser is no further view of a parameter.
+class _Known:
+    """The parameters of a module, told by their tensors."""
 
-    **Raises** `StateError`.
-    """
-    path = places.get(id(tensor))
-    if id(tensor) not in known and path is not None and path in seen_as:
-        raise StateError(
-            f"{path} and {seen_as[path]} lie in the same memory, so they are one parameter here, and the optimiser has "
-            f"{path} apart; give the module one Parameter at both places"
-        )
+    def __init__(self, module: Any, found: Sequence[tuple[Parameter, Any]]) -> None:
+        leaves, structure = opened(module)
+        self._numbers = {id(array): at for at, (_, array) in enumerate(found)}
+        self._places = {id(leaf): path for path, leaf in zip(structure.paths, leaves, strict=True)}
+        self._canonical = {path: record.path for record, _ in found for path in record.paths}
+
+    def number(self, tensor: Any) -> int | None:
+        """The number of a parameter; `None` for a tensor that is none.
+
+        **Raises** `StateError` for a further view of a parameter.
+        """
+        at, path = self._numbers.get(id(tensor)), self._places.get(id(tensor))
+        if at is None and path in self._canonical:
+            raise StateError(
+                f"{path} and {self._canonical[path]} lie in the same memory, so they are one parameter here, and the optimiser has "
+                f"{path} apart; give the module one Parameter at both places"
+            )
+        return at
 
 
 def _by_order(
@@ -197,7 +203,6 @@ def _by_order(
             f"the state dict has {len(groups)} groups and no names, so the order of its parameters need not be that of the module; "
             "give them with names=…, in the order in which the optimiser was given them"
         )
-    known = {id(array): at for at, (_, array) in enumerate(found)}
     tensors = list(module.parameters()) if isinstance(module, torch.nn.Module) else [array for _, array in found]
     asking = [tensor for tensor in tensors if tensor.requires_grad]
     if count not in (len(tensors), len(asking)):
@@ -207,12 +212,8 @@ def _by_order(
             "optimiser was given, in their order, with names=…"
         )
     chosen = tensors if count == len(tensors) else asking
-    leaves, structure = opened(module)
-    places = {id(leaf): path for path, leaf in zip(structure.paths, leaves, strict=True)}
-    seen_as = {path: record.path for record, _ in found for path in record.paths}
-    for tensor in chosen:
-        _check_apart(tensor, known, places, seen_as)
-    return [known.get(id(tensor)) for tensor in chosen]
+    known = _Known(module, found)
+    return [known.number(tensor) for tensor in chosen]
 
 
 def _finder(found: Sequence[tuple[Parameter, Any]]) -> Callable[[str], int]:
@@ -220,8 +221,7 @@ def _finder(found: Sequence[tuple[Parameter, Any]]) -> Callable[[str], int]:
     numbers = {name_of(path): at for at, (record, _) in enumerate(found) for path in record.paths}
 
     def find(name: str) -> int:
-        bare = ".".join(part for part in name.split(".") if part != _SHELLS[0])
-        for each in (name, bare, bare.removeprefix(f"{_SHELLS[1]}.")):
+        for each in map(name_of, (Path(tuple(name.split("."))), *without_shells(Path(tuple(name.split(".")))))):
             if each in numbers:
                 return numbers[each]
         raise PathError(f'the optimiser has a parameter "{name}", the module has none there{suggest(name, numbers)}')

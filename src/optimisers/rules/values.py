@@ -19,6 +19,6 @@ def is_traced(value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a number, on its own or in an array without axes or one axis for each member of an ensemble."""
+    """Whether a value is a number, or numbers in an array: one of its own, or one for each member of an ensemble."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return number or (hasattr(value, "dtype") and hasattr(value, "shape"))
