@@ -84,16 +84,19 @@ sign = _typed(lambda zero, one: lambda x: x if x == zero or x != x else math.cop
 
 @numba.njit(**OPTIONS)
 def where(condition: Any, x: Any, y: Any) -> Any:
+    """One of two numbers."""
     return x if condition else y
 
 
 @numba.njit(**OPTIONS)
 def minimum(x: Any, y: Any) -> Any:
+    """The lesser of two numbers, or NaN."""
     return x if x < y or x != x else y
 
 
 @numba.njit(**OPTIONS)
 def maximum(x: Any, y: Any) -> Any:
+    """The greater of two numbers, or NaN."""
     return x if x > y or x != x else y
 
 
@@ -115,4 +118,5 @@ def _choose_clip(x, low, high):
 
 @numba.njit(**OPTIONS)
 def clip(x: Any, low: Any, high: Any) -> Any:
+    """A number within bounds; of a complex one, each part."""
     return _clip_any(x, low, high)

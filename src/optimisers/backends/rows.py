@@ -48,4 +48,5 @@ def element_ranges(rows: Runs | None, shape: tuple[int, ...]) -> list[tuple[int,
 
 
 def row_mask(rows: Runs | None, shape: tuple[int, ...]) -> np.ndarray | None:
+    """A boolean vector over the rows that train; `None` for all."""
     return None if rows is None else mask_of(rows, shape[0])
