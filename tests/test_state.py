@@ -269,10 +269,11 @@ def test_a_state_can_be_read_by_a_person() -> None:
     assert repr(state) == "State(step=2, 5 parameters, 2 frozen, 1 partly frozen, 2 rules)"
     lines = str(state).splitlines()
     assert lines[0] == repr(state)
-    assert len(lines) == 6
-    assert [line.split()[0] for line in lines[1:]] == NAMES
+    assert len(lines) == 8
+    assert [line.split()[0] for line in lines[1:6]] == NAMES
+    assert [line.partition("]  ")[2][0] for line in lines[1:6]] == ["A", "A", "B", "B", "A"]
     assert "frozen" in lines[1]
-    assert "Adam(lr=0.5" in lines[3]
+    assert lines[7] == "  B = Adam(lr=0.5, betas=(0.9, 0.999), eps=1e-08)"
     assert lines[5].endswith("1 of 2 rows frozen, tied: head.w (transposed), masked: head.w")
     assert "float64[2, 3]" in lines[5]
     one = op.setup(op.Adam(), np.ones(2))

@@ -463,3 +463,12 @@ def test_a_declared_tie_keeps_its_canonical_place_though_the_other_comes_first(t
         assert (list(map(str, report.kept)), report.tied, report.untied) == (["t"], {}, {})
         op.save(tmp_path / "run", state, shared)
         assert op.load(tmp_path / "run", shared).state == state
+
+
+def test_a_parameter_that_its_rule_cannot_train_any_more_takes_the_one_that_is_given() -> None:
+    state = op.setup(op.Adafactor(), {"w": np.ones((3, 3))})
+    with pytest.raises(StateError, match=r"w: Adafactor cannot train it: it has 1 axes, .* in adapt or load as rule="):
+        op.adapt(state, {"w": np.ones(3)})
+    new, report = op.adapt(state, {"w": np.ones(3)}, rule=op.Adafactor())
+    assert list(leaf(new, "w").slots) == ["nu"]
+    assert {str(path): why for path, why in report.fresh.items()} == {"w": "shape [3, 3] -> [3]"}

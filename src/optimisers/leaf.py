@@ -63,10 +63,9 @@ def bytes_of(slot: Any) -> int:
     return math.prod(slot.shape) * (itemsize_of(dtype_name(slot)) or 0)
 
 
-def line_of(leaf: Leaf, many: bool) -> tuple[str, ...]:
-    """A leaf as the cells of a line; with its rule, where there are many."""
-    rule = (repr(leaf.rule),) if many else ()
-    return path_text(leaf.path), f"{leaf.dtype}{list(leaf.shape)}", *rule, f"step {leaf.step}", ", ".join(leaf.notes)
+def line_of(leaf: Leaf, rule: str) -> tuple[str, ...]:
+    """A leaf as the cells of a line, with what stands for its rule."""
+    return path_text(leaf.path), f"{leaf.dtype}{list(leaf.shape)}", rule, f"step {leaf.step}", ", ".join(leaf.notes)
 
 
 def same_leaf(a: Leaf, b: Leaf) -> bool:

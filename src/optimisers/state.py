@@ -20,6 +20,7 @@ from optimisers.rules.base import Rule, member_names
 from optimisers.rules.numbers import SplitRules
 from optimisers.rules.program import Program, program_of
 from optimisers.slots import carried, check_rule, fresh_slots, with_started
+from optimisers.text import letter_of
 
 __all__ = ["State", "check_state", "check_step", "check_unspent", "new_state"]
 
@@ -546,11 +547,19 @@ class State:
 
     def __str__(self) -> str:
         leaves = list(self.leaves())
-        lines = [line_of(leaf, len(self.rules) > 1) for leaf in leaves[:_LINES]]
-        widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))] if lines else []
-        body = ["  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
-        more = [f"  … and {len(leaves) - _LINES} more"] if len(leaves) > _LINES else []
-        return "\n".join([repr(self), *body, *more, *([f"  {self.memory_line}"] if self.memory_line else [])])
+        shown = leaves[:_LINES]
+        rules = {leaf.rule.key: repr(leaf.rule) for leaf in shown} if len(self.rules) > 1 else {}
+        letters = {key: letter_of(at) for at, key in enumerate(rules)}
+        lines = [line_of(leaf, letters.get(leaf.rule.key, "")) for leaf in shown]
+        columns = [column for column in zip(*lines, strict=True) if any(column)]
+        widths = [max(map(len, column)) for column in columns]
+        body = [
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in zip(*columns, strict=True)
+        ]
+        body += [f"… and {len(leaves) - _LINES} more"] if len(leaves) > _LINES else []
+        body += [f"{letters[key]} = {text}" for key, text in rules.items()]
+        body += [self.memory_line] if self.memory_line else []
+        return "\n".join([repr(self), *(f"  {line}".rstrip() for line in body)])
 
     def _repr_html_(self) -> str:
         from optimisers.html_tree import tree

@@ -117,7 +117,8 @@ def adapt(
       stays, so that bias is corrected as for the old elements; of a rule like Adam the first steps of new ones may be a few times
       the usual, since their moments are young. By default,
       and where a policy does not serve, the parameter starts afresh.
-    - `rule`: the rule of new parameters, as `setup` takes it. By default the one of the state, if it has only one.
+    - `rule`: the rule of new parameters, and of old ones of a shape that their own cannot train, as `setup` takes it. By default
+      the one of the state, if it has only one.
 
     **Returns** the new state and an `Adapted` that says what became of each parameter.
 
@@ -414,6 +415,8 @@ class Adapting:
         """The record and slots of a parameter that starts afresh."""
         self.report["fresh"][record.path] = reason
         rule = self._rule_of_new(record) if old is None else self.old.rules[old.group].rule_for(record.shape, record.dtype)
+        if old is not None and self.rule is not None and any(each.refuses(record.shape, record.dtype) for each in rule.members):
+            rule = chooser(self.rule)(record)
         check_rule(rule, record)
         group = next((at for at, each in enumerate(self.rules) if each is rule or each.key == rule.key), len(self.rules))
         if group == len(self.rules):

@@ -212,7 +212,8 @@ class Adafactor(Rule):
 
     def refuses(self, shape: tuple[int, ...], dtype: str) -> str | None:
         if self.factored and len(shape) < 2:
-            return f"it has {len(shape)} axes, and a factored moment needs two; use Adafactor(factored=None)"
+            remedy = "use Adafactor(factored=None), in adapt or load as rule=…"
+            return f"it has {len(shape)} axes, and a factored moment needs two; {remedy}"
         return None
 
     def rule_for(self, shape: tuple[int, ...], dtype: str) -> Rule:
