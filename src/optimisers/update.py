@@ -93,13 +93,13 @@ def step(state: State, model: Any, grads: Any, *, in_place: bool, watch: Callabl
         params, new_slots = job.part.backend.run(job.batch, job.length, step=job.open)
         if params is not job.params:
             changed |= {at: new for at, old, new in zip(job.part.members, job.params, params, strict=True) if new is not old}
-        wrote.append(any(a is b for old, new in zip(job.slots, new_slots, strict=True) for a, b in zip(old, new, strict=True)))
+        wrote.append(in_place and bool(job.batch.slot_dtypes) and _share(job.slots, new_slots))
         if new_slots is not job.slots:
             slots = _replaced(slots, job.part.members, new_slots)
     layout, counters, count = counted(state, plan, [job.open and job.passed for job in jobs])
     addresses = state.addresses if slots is state.slots else None
     # What is left of the old state is its counts, which no longer go with its slots.
-    given.spent = in_place and any(wrote)
+    given.spent = any(wrote)
     # What is static in a traced step stays, or it would be compiled twice.
     detached = frozenset(path for path in state.detached if is_traced(arrays[layout.index[path]]))
     new_state = State(layout, state.rules, counters, count, slots, memory, detached, addresses)
@@ -133,6 +133,11 @@ def _apart(state: State, view: Opened) -> tuple[Sequence[Any], dict[int, Any]]:
                     f'call state.tie("{parameter.path}", "{other}"), or copy one of them'
                 )
     return arrays, changed
+
+
+def _share(old: Sequence[Any], new: Sequence[Any]) -> bool:
+    """Whether slots that go in come out again: then they were written."""
+    return any(a is b for own, others in zip(old, new, strict=True) for a, b in zip(own, others, strict=True))
 
 
 def _replaced(slots: tuple[Any, ...], members: Sequence[int], new: Sequence[Any]) -> tuple[Any, ...]:
