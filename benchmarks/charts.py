@@ -40,7 +40,7 @@ def digest(result: Any) -> str:
 
 def roofline(result: Any, timing: Any) -> float | None:
     """The seconds in which memory moves the bytes that it has to; `None` where none are said."""
-    return None if timing["bytes"] is None else timing["bytes"] / (result["machine"]["copy_gb_per_second"] * 1e9)
+    return None if timing["bytes"] is None else timing["bytes"] / (result["machine"]["memory_gb_per_second"] * 1e9)
 
 
 def by_kind(result: Any) -> dict[str, dict[int, Any]]:

@@ -5,7 +5,7 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,8 @@ def threads() -> int:
     return int(numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
 
 
-def describe(copied: int, packages: Iterable[str] = ()) -> dict[str, Any]:
-    """Processor, cores, versions, how idle it is, and the bandwidth of a plain copy of so many float32."""
+def describe(elements: int, packages: Iterable[str] = ()) -> dict[str, Any]:
+    """Processor, cores, versions, how idle it is, and how fast its memory moves so many float32."""
     return {
         "cpu": _cpu(),
         "cores": os.cpu_count(),
@@ -36,7 +36,8 @@ def describe(copied: int, packages: Iterable[str] = ()) -> dict[str, Any]:
         "versions": {name: importlib.metadata.version(name) for name in (*_PACKAGES, *packages)},
         "simd": torch.backends.cpu.get_cpu_capability(),
         "idle_before": idle(),
-        "copy_gb_per_second": round(_copy_bandwidth(copied) / 1e9, 1),
+        "copy_gb_per_second": round(_copy(elements) / 1e9, 1),
+        "memory_gb_per_second": round(_sweep(elements) / 1e9, 1),
     }
 
 
@@ -45,7 +46,7 @@ def spelled(found: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     return (
         f"{found['cpu']}, {found['threads']} threads ({found['simd']}), {found['memory_gib']} GiB, which copies "
-        f"{found['copy_gb_per_second']} GB/s; {found['system']}, Python {found['python']}, {versions}"
+        f"{found['copy_gb_per_second']} GB/s and sweeps {found['memory_gb_per_second']} GB/s; {found['system']}, Python {found['python']}, {versions}"
     )
 
 
@@ -74,17 +75,47 @@ def _cpu() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor())
 
 
-def _copy_bandwidth(elements: int, repeats: int = 7) -> float:
-    """Bytes read and written a second by copies on all threads at once."""
-    source, target = np.ones(elements, np.float32), np.empty(elements, np.float32)
-    edges = np.linspace(0, elements, threads() + 1).astype(int)
+def _copy(elements: int) -> float:
+    """Bytes read and written a second by a plain copy."""
+    return _bandwidth(np.copyto, _arrays(2, elements), 2)
+
+
+def _sweep(elements: int) -> float:
+    """Bytes read and written a second by a loop that moves what a step of AdamW does, seven streams, and hardly computes."""
+    first = _arrays(4, 1)
+    _streams(*first)
+    return _bandwidth(_streams, _arrays(4, elements), 7)
+
+
+@numba.njit(nogil=True)
+def _streams(a: Any, b: Any, c: Any, d: Any) -> None:
+    for at in range(a.size):
+        value = d[at]
+        a[at] += value
+        b[at] += value
+        c[at] += value
+
+
+def _arrays(count: int, elements: int) -> list[np.ndarray]:
+    return [np.ones(elements, np.float32) for _ in range(count)]
+
+
+def _bandwidth(work: Callable[..., object], arrays: Sequence[np.ndarray], streams: int, repeats: int = 20) -> float:
+    """Bytes a second that go through some streams of memory, on all threads at once."""
+    edges = np.linspace(0, arrays[0].size, 16 * threads() + 1).astype(int)
+    parts = [[array[low:high] for array in arrays] for low, high in pairwise(edges)]
+
+    def share(first: int) -> None:
+        for part in parts[first :: threads()]:
+            work(*part)
+
     best = float("inf")
     for _ in range(repeats):
-        workers = [threading.Thread(target=np.copyto, args=(target[low:high], source[low:high])) for low, high in pairwise(edges)]
+        workers = [threading.Thread(target=share, args=(first,)) for first in range(threads())]
         start = time.perf_counter()
         for worker in workers:
             worker.start()
         for worker in workers:
             worker.join()
         best = min(best, time.perf_counter() - start)
-    return 2 * source.nbytes / best
+    return streams * arrays[0].nbytes / best

@@ -98,6 +98,7 @@ def test_a_quick_run_measures_every_figure_and_writes_it(name: str, tmp_path: Pa
     assert found["disagreement"] < 1e-3
     assert found["machine"]["threads"] >= 1
     assert found["machine"]["copy_gb_per_second"] > 0
+    assert found["machine"]["memory_gb_per_second"] > 0
     assert list(found["timings"]) == list(suite.sections)
     for section, timings in found["timings"].items():
         for timing in timings.values():
@@ -151,10 +152,13 @@ def test_the_page_and_the_readme_are_what_the_results_say():
 
 
 def test_a_figure_that_is_missed_is_said_to_be():
-    machine = json.loads((benchmarks.page.RESULTS / "step.json").read_text())["machine"] | {"copy_gb_per_second": 2.0}
+    machine = json.loads((benchmarks.page.RESULTS / "step.json").read_text())["machine"] | {
+        "copy_gb_per_second": 1.0,
+        "memory_gb_per_second": 2.0,
+    }
     timing = {"minimum": 1.0, "median": 1.0, "samples": 1, "steps": 1, "bytes": 4_000_000_000}
     figure = {"section": "a", "name": "slow", "value": 2.0, "target": 1.0, "met": False, "of": "optimisers"}
     result = {"machine": machine, "timings": {"a": {"optimisers": timing}}, "figures": [figure]}
     text = benchmarks.page.page({"step": result})
     assert "| slow | 2.00 | 1.00 | **missed** | 1,000 | 2,000 |" in text
-    assert "which copies 2.0 GB/s" in text
+    assert "which copies 1.0 GB/s and sweeps 2.0 GB/s" in text
