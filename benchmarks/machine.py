@@ -46,7 +46,8 @@ def spelled(found: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     return (
         f"{found['cpu']}, {found['threads']} threads ({found['simd']}), {found['memory_gib']} GiB, which copies "
-        f"{found['copy_gb_per_second']} GB/s and sweeps {found['memory_gb_per_second']} GB/s; {found['system']}, Python {found['python']}, {versions}"
+        f"{found['copy_gb_per_second']} GB/s and sweeps {found['memory_gb_per_second']} GB/s; {found['system']}, "
+        f"Python {found['python']}, {versions}"
     )
 
 

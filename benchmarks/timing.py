@@ -43,7 +43,7 @@ class Effort:
     would take a core from the contestant that comes next."""
 
 
-FULL = Effort(seconds=1.0, fewest=3, most=60, sample=0.01, limit=20.0, pause=0.015)
+FULL = Effort(seconds=0.8, fewest=3, most=60, sample=0.01, limit=20.0, pause=0.015)
 QUICK = Effort(seconds=0.02, fewest=2, most=3, sample=0.001, limit=2.0, pause=0.0)
 
 

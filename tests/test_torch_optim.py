@@ -1168,3 +1168,12 @@ def test_lightning_trains_thaws_and_resumes() -> None:
     _assert_same(model, other)
     _, resumed = fitted(lambda model: Optimizer(model, op.AdamW(1e-2)), _through_a_file(optimizer.state_dict()))
     assert _steps(resumed)["net.2.weight"] == 8
+
+
+def test_a_scheduler_that_writes_a_momentum_that_is_not_kept_is_told_what_to_do() -> None:
+    module = nn.Linear(2, 2)
+    optimizer = Optimizer(module, op.SGD(0.1))
+    lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10)
+    module(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(HyperparameterError, match=r"param_groups\[0\]: .* begin with a momentum above 0, .*cycle_momentum=False"):
+        optimizer.step()

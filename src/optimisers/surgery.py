@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from optimisers.assignment import RuleFor, check_kind, chooser
-from optimisers.backends.arrays import dtype_name
 from optimisers.backends.conversion import converted, copied
 from optimisers.errors import PathError, ShapeError, StateError
 from optimisers.model.layout import Alias, Parameter
@@ -20,7 +19,7 @@ from optimisers.rules.base import Rule
 from optimisers.rules.numbers import join, split
 from optimisers.rules.program import program_of
 from optimisers.rules.values import is_traced
-from optimisers.slots import check_rule, fresh_slots, with_started
+from optimisers.slots import check_rule, fresh_slots, slot_dtypes, with_started
 from optimisers.state import State, check_state, check_unspent
 from optimisers.text import path_text
 
@@ -387,22 +386,21 @@ class Adapting:
         if view == SAME and same_place and first and self.values is None:
             return own
         slots = []
-        for number, slot in enumerate(own):
+        for slot, (_, kind), dtype in zip(own, program.slots, slot_dtypes(record, program), strict=True):
             if slot is None:
                 slots.append(None)
                 continue
             whole = tuple(slot.shape) == old.shape
-            if fresh is None:
-                fresh = with_started(fresh_slots(record, program), array, record, program)
-            start = fresh[number]
             seen = view.apply(slot) if whole else slot
-            dtype = dtype_name(start)
-            if (not whole and view != SAME) or len(seen.shape) != len(start.shape):
-                slots.append(start)
-            elif tuple(seen.shape) == tuple(start.shape):
+            shape = tuple(kind.shape(record.shape)) if kind.shape else record.shape
+            turned = whole or view == SAME
+            if turned and tuple(seen.shape) == shape:
                 slots.append(converted(seen, dtype, record.library, record.device))
-            else:
-                slots.append(_overlaid(start, converted(seen, dtype, record.library, None), record))
+                continue
+            fresh = with_started(fresh_slots(record, program), array, record, program) if fresh is None else fresh
+            start = fresh[len(slots)]
+            fits = turned and len(seen.shape) == len(shape)
+            slots.append(_overlaid(start, converted(seen, dtype, record.library, None), record) if fits else start)
         return with_started(tuple(slots), array, record, program)
 
     def _fresh(self, record: Parameter, array: Any) -> tuple[Any, ...]:

@@ -113,7 +113,9 @@ class Groups:
                         same = not apart and state.rules[number] is self.rules[at]
                         own[number] = rules[at] if same else with_hyperparameters(own[number], left)
             except HyperparameterError as error:
-                raise HyperparameterError(f"param_groups[{at}]: {error}") from None
+                begun = "momentum" in changes and self.seen[at]["momentum"] == 0
+                hint = "; begin with a momentum above 0, or keep schedulers from it (cycle_momentum=False)" if begun else ""
+                raise HyperparameterError(f"param_groups[{at}]: {error}{hint}") from None
         state = _with_rules(state, own)
         self.rules = rules
         for at, changes in written.items():
