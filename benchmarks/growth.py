@@ -1,6 +1,5 @@
 """How times grow with the number of parameters and of elements, on log-log charts: `python -m benchmarks.growth`."""
 
-import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -10,7 +9,7 @@ import numpy as np
 import torch
 
 import optimisers as op
-from benchmarks import timing
+from benchmarks import machine, timing
 from benchmarks.contestants import FUSED, OURS, Ours, torch_variants
 from benchmarks.elementwise import bytes_moved
 from benchmarks.figures import Outcome
@@ -30,9 +29,8 @@ _ARRAYS = 4
 
 
 def _fits(elements: int) -> bool:
-    """Whether a step of so many elements fits into three quarters of the memory that is free."""
-    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    return _ARRAYS * 4 * elements < 0.75 * free
+    """Whether a step of so many elements fits into most of the memory that is to be had."""
+    return _ARRAYS * 4 * elements < 0.85 * machine.available()
 
 
 def _parameters(count: int) -> Section:

@@ -14,7 +14,7 @@ import numba
 import numpy as np
 import torch
 
-__all__ = ["describe", "spelled", "threads"]
+__all__ = ["available", "describe", "spelled", "threads"]
 
 _PACKAGES = ("numpy", "numba", "torch", "optimisers")
 
@@ -49,6 +49,15 @@ def spelled(found: Mapping[str, Any]) -> str:
         f"{found['copy_gb_per_second']} GB/s and sweeps {found['memory_gb_per_second']} GB/s; {found['system']}, "
         f"Python {found['python']}, {versions}"
     )
+
+
+def available() -> int:
+    """The bytes of memory that a program can have; where the system does not tell, those that are free."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1_024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
 
 def idle(seconds: float = 1.0) -> float | None:

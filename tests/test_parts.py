@@ -769,5 +769,5 @@ def test_a_module_trains_on_after_it_was_evaluated() -> None:
         assert module[1].weight is module[0].weight
         assert isinstance(module[0].weight, torch.nn.Parameter)
         other_state, other = op.update(other_state, _with_gradients(other))
-    assert state.step == state["0.weight"].step == 3  # type: ignore[union-attr]
+    assert state.step == state["0.weight"].step == 3
     torch.testing.assert_close(module[0].weight, other[0].weight, rtol=1e-4, atol=1e-6)

@@ -660,7 +660,7 @@ def test_a_subclass_of_a_rule_may_have_another_kernel_with_the_same_slots() -> N
     model = np.ones(2)
     state, new = op.update(op.setup(SignAdam(0.5), model), model, np.array([3.0, -2.0]))
     assert new.tolist() == [0.5, 1.5]
-    assert list(state[""].slots) == ["mu", "nu"]  # type: ignore[union-attr]
+    assert list(state[""].slots) == ["mu", "nu"]
 
 
 def test_a_kernel_may_take_all_its_slots_together() -> None:
