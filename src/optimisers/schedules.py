@@ -123,7 +123,7 @@ class Shifted(Schedule):
 
     @property
     def length(self) -> int:
-        return self.start + getattr(self.schedule, "length", 100)
+        return int(self.start) + getattr(self.schedule, "length", 100)
 
     def __call__(self, step: Any) -> Any:
         later = step - self.start

@@ -179,7 +179,7 @@ class _Known:
         **Raises** `StateError` for a further view of a parameter.
         """
         at, path = self._numbers.get(id(tensor)), self._places.get(id(tensor))
-        if at is None and path in self._canonical:
+        if at is None and path is not None and path in self._canonical:
             raise StateError(
                 f"{path} and {self._canonical[path]} lie in the same memory, so they are one parameter here, and the optimiser has "
                 f"{path} apart; give the module one Parameter at both places"
