@@ -85,11 +85,11 @@ def _contests(axis: Axes, result: Any) -> None:
             axis.bar_label(bar, fmt="%.2g", fontsize=7)
             labelled.add(name)
     axis.set_yscale("log")
-    axis.margins(y=0.2)
+    axis.margins(y=0.1)
     axis.axhline(1, color=_RED, linewidth=0.8)
     axis.set_xticks(range(len(_CASES)), list(_CASES.values()))
     axis.set_ylabel(f"AdamW: time, relative to {FUSED} (log)")
-    axis.legend(frameon=False, ncols=3, loc="upper center")
+    axis.legend(frameon=False, ncols=len(_COLOURS), loc="lower center", bbox_to_anchor=(0.5, 1.0), fontsize=7.5)
 
 
 def _figures(result: Any) -> Figure:

@@ -1,1 +1,1 @@
-"""Rules to and from other libraries."""
+"""Other libraries: their rules, states, checkpoints and files, and an optimizer in the place of PyTorch's."""
