@@ -365,3 +365,12 @@ def test_what_does_not_train_is_renamed_as_well(tmp_path: Path) -> None:
     state = op.load(tmp_path / "new", {"b": model["a"]}).state
     assert [str(path) for path in state] == ["b.w"]
     assert state.layout.excluded == {op.Path("b.v")}
+
+
+def test_no_parameter_is_renamed_to_below_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = {"a": np.ones(1), "b": np.ones(1)}
+    op.save(tmp_path / "run", op.setup(op.Adam(), model), model)
+    before = (tmp_path / "run").read_bytes()
+    assert main(["rename", str(tmp_path / "run"), str(tmp_path / "run"), "--map", "a=b.x"]) == 2
+    assert "a would be called b.x, which lies below b, called b, and that is an array" in capsys.readouterr().err
+    assert (tmp_path / "run").read_bytes() == before

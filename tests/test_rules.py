@@ -679,3 +679,20 @@ def test_a_kernel_may_take_all_its_slots_together() -> None:
     with op.reference_only():
         _, new = op.update(op.setup(Any1(), np.ones(1)), np.ones(1), np.ones(1))
     assert new.tolist() == [0.5]
+
+
+def test_a_rule_that_measures_says_what_follows() -> None:
+    message = r"Half measures, so it says what follows from the sums: measured\(xp, h, \*sums\)"
+    with pytest.raises(HyperparameterError, match=message):
+        HyperparameterError, match=r"Half measures, so it says what follows from the sums: measured\(xp, h, \*sums\)"
+    ):
+
+        @op.rule
+        class Half(op.Rule):
+            scope = "leaf"
+
+            def measure(xp: Any, g: Any, p: Any, h: Any) -> Any:
+                return g
+
+            def kernel(xp: Any, g: Any, p: Any, h: Any) -> Any:
+                return g

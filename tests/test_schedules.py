@@ -404,3 +404,11 @@ def test_any_function_can_be_shifted() -> None:
     assert shifted(13) == 6.0
     assert shifted(0) == 0.0
     assert shifted.length == 110
+
+
+@pytest.mark.parametrize("steps", [3, 7, 10, 99, 1000])
+@pytest.mark.parametrize("power", [0.5, 1.5])
+def test_a_power_of_what_is_left_is_a_number_in_a_compiled_program_too(steps: int, power: float) -> None:
+    rate = jax.jit(Polynomial(1e-2, 0.0, steps, power=power))
+    for dtype in ("int32", "float32"):
+        assert [float(rate(jnp.asarray(step, dtype))) for step in (steps, steps + 1, 2 * steps)] == [0.0, 0.0, 0.0]

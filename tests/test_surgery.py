@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import optimisers as op
-from optimisers.errors import PathError, ShapeError, StateError
+from optimisers.errors import ModelError, PathError, ShapeError, StateError
 from tests.conftest import BACKENDS, RULES, Backend, leaf, steps_of, trained_on, trains
 
 # Names ----------------------------------------------------------------------------------------------------------------
@@ -472,3 +472,30 @@ def test_a_parameter_that_its_rule_cannot_train_any_more_takes_the_one_that_is_g
     new, report = op.adapt(state, {"w": np.ones(3)}, rule=op.Adafactor())
     assert list(leaf(new, "w").slots) == ["nu"]
     assert {str(path): why for path, why in report.fresh.items()} == {"w": "shape [3, 3] -> [3]"}
+
+
+def test_what_is_no_model_is_an_error() -> None:
+    state = op.setup(op.Adam(), {"w": np.ones(2)})
+    with pytest.raises(ModelError, match="is a rule, and stands where the model should"):
+        op.adapt(state, op.SGD())
+    with pytest.raises(ModelError, match="give the model itself"):
+        op.adapt(state, iter([np.ones(2)]))
+
+
+def test_a_complex_parameter_does_not_lose_its_imaginary_part_unsaid() -> None:
+    model = {"w": np.array([1 + 5j])}
+    state, model = op.update(op.setup(op.Adam(), model), model, model)
+    new, report = op.adapt(state, {"w": np.zeros(1)})
+    assert (leaf(new, "w").step, leaf(new, "w").slots["mu"].dtype) == (0, np.float64)
+    assert report.fresh == {op.Path("w"): "complex128 -> float64, which holds no imaginary part"}
+
+
+def test_the_state_of_an_ensemble_is_not_taken_for_that_of_a_model() -> None:
+    models = {"w": jnp.ones((4, 3))}
+    states = jax.vmap(lambda model: op.setup(op.ScheduleFree(), model))(models)
+    states, models = jax.vmap(op.update)(states, models, models)
+    for ask in (lambda: op.adapt(states, models), lambda: op.evaluation(states, models), lambda: op.compose({"a": states})):
+        with pytest.raises(StateError, match="this is the state of an ensemble"):
+            ask()
+    one, model = jax.tree.map(lambda leaf: leaf[1], (states, models))
+    assert leaf(op.adapt(one, model)[0], "w").slots["z"].shape == (3,)

@@ -160,7 +160,7 @@ def test_the_example_with_lightning_does_what_it_shows(snapshots: list[dict[str,
     assert counts == [{2 * STEPS}, {STEPS}, {0}]
     assert optimizer.param_groups[0]["lr"] == 1e-2
     assert model.losses[-1] < model.losses[0]
-    assert "tied to head.weight" in printed
+    assert "tied: head.weight" in printed
     assert not [*tmp_path.iterdir()]
 
 

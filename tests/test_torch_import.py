@@ -446,3 +446,15 @@ def test_what_pytorch_cannot_express_is_refused() -> None:
         to_torch(op.setup(op.Adam(), tied).untie("head.weight"), tied)
     module.get_parameter("0.weight").requires_grad_(False)
     assert len(to_torch(state.freeze("0.weight"), module).param_groups[0]["params"]) == 6
+
+
+def test_a_spent_state_is_not_given_to_pytorch() -> None:
+    module = nn.Linear(2, 2)
+    module(torch.ones(1, 2)).sum().backward()
+    old = op.setup(op.Adam(), module)
+    op.update_(old, module)
+    for ask in (to_torch, to_state_dict):
+        with pytest.raises(errors.StateError, match="update_ has written"):
+            ask(old, module)
+    with pytest.raises(errors.StateError, match="names of parameters are texts"):
+        from_torch(torch.optim.Adam(module.parameters()).state_dict(), module, names=[0, 1], kind="Adam")  # type: ignore[list-item]

@@ -9,7 +9,7 @@ from optimisers.leaf import same_value
 from optimisers.model.layout import Alias
 from optimisers.model.paths import Path
 from optimisers.rules.base import Rule
-from optimisers.state import State, check_state, check_step, check_unspent
+from optimisers.state import State, check_single, check_state, check_step, check_unspent
 
 __all__ = ["compose"]
 
@@ -53,6 +53,7 @@ def compose(states: Mapping[Any, State], *, step: int | None = None) -> State:
     parameters, slots, seen = [], [], set[int]()
     for name, state in parts.items():
         check_unspent(state, f"{name}: ")
+        check_single(state, f"{name}: ")
         above = (dict,) * len(name)
         for record, own in zip(state.parameters, state.slots, strict=True):
             parameters.append(

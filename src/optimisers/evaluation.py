@@ -15,7 +15,7 @@ from optimisers.rules.base import Rule, member_names
 from optimisers.rules.parameter_free import ScheduleFree
 from optimisers.rules.precision import MixedPrecision
 from optimisers.rules.values import is_traced
-from optimisers.state import State, check_state, check_unspent
+from optimisers.state import State, check_single, check_state, check_unspent
 
 __all__ = ["averaged", "evaluation", "training"]
 
@@ -33,6 +33,7 @@ def averaged(state: State, model: Any) -> Any:
     """
     check_state(state, "averaged")
     check_unspent(state)
+    check_single(state)
     view = open_with(state.layout, model)
     changed = {}
     for at, array in enumerate(view.arrays):
@@ -85,6 +86,8 @@ def training(state: State, model: Any) -> tuple[State, Any]:
 
 
 def _moved(state: State, model: Any, mode: bool, move: Callable[[float, Any, Any], Any]) -> tuple[State, Any]:
+    check_unspent(state)
+    check_single(state)
     if "schedulefree" not in state.memory:
         raise StateError("no rule of this state is ScheduleFree, so the model is trained and evaluated with the same weights")
     if state.memory["schedulefree"]["evaluating"] == mode:

@@ -444,7 +444,8 @@ def _share(step: Any, steps: int) -> Any:
     if isinstance(step, (int, float)):
         return min(max(step, 0), steps) / steps
     library = array_api_compat.array_namespace(step)
-    return library.clip(step, 0, steps) / steps
+    # A compiler may divide by multiplying, which rounds to above 1.
+    return library.clip(library.clip(step, 0, steps) / steps, 0.0, 1.0)
 
 
 def _cos(x: Any) -> Any:

@@ -1,12 +1,12 @@
 """Making a state: which parameters a model has, which rule each gets, which are frozen or tied."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 from warnings import warn
 
 from optimisers.assignment import RuleFor, assign, check_kind
 from optimisers.backends.arrays import itemsize_of, library_of, trainable_dtype
-from optimisers.errors import DtypeError, HyperparameterError, ModelError, OptimiserWarning, PathError
+from optimisers.errors import DtypeError, HyperparameterError, OptimiserWarning, PathError
 from optimisers.model.reading import parameters_of
 from optimisers.model.select import Selectable, matching
 from optimisers.model.torch_nodes import is_idle
@@ -57,8 +57,6 @@ def setup(
     check_kind(rule, "setup")
     if isinstance(model, Rule):
         raise HyperparameterError("setup takes the rule first, then the model")
-    if isinstance(model, Iterator):
-        raise ModelError(f"setup takes the model itself, whose places name the parameters, not a {type(model).__name__} of arrays")
     found = parameters_of(model)
     records = [record for record, _ in found]
     excluded = frozenset[Any]()

@@ -22,7 +22,7 @@ from optimisers.rules.program import Program, program_of
 from optimisers.slots import carried, check_rule, fresh_slots, with_started
 from optimisers.text import letter_of
 
-__all__ = ["State", "check_state", "check_step", "check_unspent", "new_state"]
+__all__ = ["State", "check_single", "check_state", "check_step", "check_unspent", "new_state"]
 
 Slots = tuple[tuple[Any, ...] | None, ...]
 _LINES = 24
@@ -609,6 +609,18 @@ def check_state(value: Any, caller: str) -> None:
     if not isinstance(value, State):
         raise ModelError(
             f"{caller} takes a State, as setup makes one, and not {type(value).__name__}; mind the order of the arguments"
+        )
+
+
+def check_single(state: State, where: str = "") -> None:
+    """Check that a state is that of one model.
+
+    **Raises** `StateError` for that of an ensemble.
+    """
+    if getattr(state.step, "shape", ()) != ():
+        raise StateError(
+            f"{where}this is the state of an ensemble, with an axis for its members in front; do it inside of jax.vmap, or take "
+            "one member: jax.tree.map(lambda leaf: leaf[at], state)"
         )
 
 

@@ -20,7 +20,7 @@ from optimisers.rules.numbers import join, split
 from optimisers.rules.program import program_of
 from optimisers.rules.values import is_traced
 from optimisers.slots import check_rule, fresh_slots, slot_dtypes, with_started
-from optimisers.state import State, check_state, check_unspent
+from optimisers.state import State, check_single, check_state, check_unspent
 from optimisers.text import path_text
 
 __all__ = ["Adapted", "Adapting", "adapt"]
@@ -166,6 +166,7 @@ class Adapting:
         *,
         values: "Mapping[Path, Any] | None" = None,
     ) -> None:
+        check_single(state)
         self.old = state
         self.values = values
         self.carried: list[tuple[Parameter, Any]] = []
@@ -315,6 +316,8 @@ class Adapting:
         first = self.users.setdefault(source.at, record.path)
         if first != record.path:
             self.report["untied"][path] = first
+        if old.dtype.startswith("complex") and not record.dtype.startswith("complex"):
+            return self._starts(record, array, old, f"{old.dtype} -> {record.dtype}, which holds no imaginary part")
         shape = shape_through(view, old.shape)
         policy = None if shape == record.shape else self.policy(record)
         if shape != record.shape and not _serves(policy, shape, record.shape):

@@ -237,6 +237,10 @@ def rename(file: "str | os.PathLike[str]", out: "str | os.PathLike[str]", names:
             raise PathError(f"{path} would get no name; leave it out of the file when it is loaded: load(…, rename=…)")
         if taken.setdefault(new, path) != path:
             raise PathError(f"{taken[new]} and {path} would both be called {new}")
+    for new, old in taken.items():
+        above = next((Path(new[:depth]) for depth in range(len(new)) if Path(new[:depth]) in taken), None)
+        if above is not None:
+            raise PathError(f"{old} would be called {new}, which lies below {taken[above]}, called {above}, and that is an array")
     new_names = {spelled(old): spelled(new) for new, old in taken.items()}
 
     def named(text: str) -> str:

@@ -18,7 +18,7 @@ from optimisers.rules.adaptive import AdaGrad
 from optimisers.rules.base import Rule
 from optimisers.rules.decay import WeightDecay
 from optimisers.rules.descent import Descent, Momentum, Nesterov
-from optimisers.state import State, check_state
+from optimisers.state import State, check_state, check_unspent
 
 __all__ = ["to_state_dict", "to_torch"]
 
@@ -85,6 +85,7 @@ def to_state_dict(state: State, module: Any) -> dict[str, Any]:
 def _written(state: State, module: Any) -> tuple[str, list[dict[str, Any]], dict[Any, dict[str, Any]]]:
     """The name of the class, its groups, and the state of each parameter."""
     check_state(state, "to_torch")
+    check_unspent(state)
     if not len(state):
         raise StateError("the state has no parameters, and an optimiser of PyTorch needs some")
     if state.detached:

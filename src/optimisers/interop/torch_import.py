@@ -221,6 +221,8 @@ def _finder(found: Sequence[tuple[Parameter, Any]]) -> Callable[[str], int]:
     numbers = {name_of(path): at for at, (record, _) in enumerate(found) for path in record.paths}
 
     def find(name: str) -> int:
+        if not isinstance(name, str):
+            raise StateError(f"names of parameters are texts, and not {name!r}")
         for each in map(name_of, (Path(tuple(name.split("."))), *without_shells(Path(tuple(name.split(".")))))):
             if each in numbers:
                 return numbers[each]

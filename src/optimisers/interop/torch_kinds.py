@@ -65,8 +65,8 @@ def check_dict(optimizer: Any) -> None:
     )
     if not fine or not isinstance(states, Mapping) or not all(isinstance(each, Mapping) for each in states.values()):
         raise StateError("this is no state dict of an optimiser: it has groups with params, and for each of these a mapping")
-    named = [name for group in groups for name in group.get("param_names", ())]
-    if not all(isinstance(name, str) for name in named):
+    named = [group.get("param_names", ()) for group in groups]
+    if not all(isinstance(names, Sequence) and all(isinstance(name, str) for name in names) for names in named):
         raise StateError("the param_names of the state dict are no texts")
     unknown = states.keys() - {key for group in groups for key in group["params"]}
     if unknown:

@@ -1,6 +1,6 @@
 """Reading a model: which parameters it has, and where the parameters of a state stand in it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ from optimisers.model.paths import Path
 from optimisers.model.ties import View, find_ties, same_memory
 from optimisers.model.torch_nodes import check_values, standing_as
 from optimisers.model.trees import Structure, opened
+from optimisers.rules.base import Rule
 from optimisers.rules.values import is_traced
 
 __all__ = ["Opened", "equal_values", "open_with", "parameters_of"]
@@ -21,8 +22,12 @@ _STRUCTURES = 8
 def parameters_of(model: Any) -> list[tuple[Parameter, Any]]:
     """The parameters of a model, each once, with their arrays; ties are found.
 
-    **Raises** `ModelError` for a model that refers to itself, `TieError` for arrays that overlap in part.
+    **Raises** `ModelError` for what is no model, or refers to itself, `TieError` for arrays that overlap in part.
     """
+    if isinstance(model, Iterator):
+        raise ModelError(f"give the model itself, whose places name the parameters, and not a {type(model).__name__} of arrays")
+    if isinstance(model, Rule):
+        raise ModelError(f"{model!r} is a rule, and stands where the model should; mind the order of the arguments")
     leaves, structure = opened(model)
     places = [at for at, leaf in enumerate(leaves) if _trains(leaf) and structure.occurrences[at].trains]
     _check_values([(structure.paths[at], leaves[at]) for at in places])

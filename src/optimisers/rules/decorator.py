@@ -77,6 +77,8 @@ def _check_scope(cls: type[Rule]) -> None:
     """Check that what a rule decides can be decided in its scope."""
     if cls.measure is not None and not isinstance(cls.measure, property) and cls.scope not in ("leaf", "tree"):
         raise HyperparameterError(f'{cls.__name__} measures, so it says over what: scope = "leaf" or "tree"')
+    if cls.measure is not None and cls.measured is None:
+        raise HyperparameterError(f"{cls.__name__} measures, so it says what follows from the sums: measured(xp, h, *sums)")
     if cls.apply_tree is not None and not isinstance(cls.apply_tree, property) and cls.scope != "tree":
         raise HyperparameterError(f'{cls.__name__} acts on the whole tree, so it says scope = "tree"')
     if cls.scope == "leaf" and (cls.gate or cls.memory):
