@@ -9,13 +9,16 @@ from benchmarks import page
 
 def main(arguments: Sequence[str]) -> int:
     """Run every suite with these arguments; returns how many have failed."""
-    failed = 0
-    for name in page.TITLES:
-        print(f"== {name}: {page.TITLES[name]}", flush=True)
-        failed += subprocess.run([sys.executable, "-m", f"benchmarks.{name}", *arguments], check=False).returncode != 0
-    if not arguments and not failed:
+    failed = []
+    for name, title in page.TITLES.items():
+        print(f"== {name}: {title}", flush=True)
+        if subprocess.run([sys.executable, "-m", f"benchmarks.{name}", *arguments], check=False).returncode:
+            failed.append(name)
+    if failed:
+        print(f"failed: {', '.join(failed)}; run them again, one by one, and then python -m benchmarks.page")
+    elif not arguments:
         page.main()
-    return failed
+    return len(failed)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.style import context
 
-__all__ = ["STYLE", "by_kind", "digest", "draw", "roofline"]
+__all__ = ["STYLE", "by_kind", "digest", "draw", "named", "roofline"]
 
 STYLE = {"svg.fonttype": "none", "font.family": "sans-serif", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
 OURS, FUSED = "optimisers", "PyTorch fused"
@@ -94,7 +94,7 @@ def _contests(axis: Axes, result: Any) -> None:
 
 def _figures(result: Any) -> Figure:
     """A dot for each figure, a tick where it should be at most."""
-    shown = {name: each for name, each in _named(result["figures"]).items() if each["value"] > 1e-3}
+    shown = {name: each for name, each in named(result["figures"]).items() if each["value"] > 1e-3}
     figure, axis = _canvas(len(shown))
     for at, each in enumerate(shown.values()):
         colour = _RED if each["met"] is False else _BLUE
@@ -107,7 +107,7 @@ def _figures(result: Any) -> Figure:
     return figure
 
 
-def _named(figures: Sequence[Any]) -> dict[str, Any]:
+def named(figures: Sequence[Any]) -> dict[str, Any]:
     """The figures by name; where sections have figures of one name, with their section."""
     names = [each["name"] for each in figures]
     return {

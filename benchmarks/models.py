@@ -103,7 +103,7 @@ def nbytes(tree: Tree) -> int:
 
 
 def freeze_share(state: op.State, share: float) -> op.State:
-    """Freeze a share of all elements, from the front of the model: whole parameters, and rows of the one where it ends."""
+    """Freeze a share of all elements, in the order of the state: whole parameters, and rows of the one where it ends."""
     left = round(share * sum(record.size for record in state.parameters))
     whole: list[str] = []
     for record in state.parameters:

@@ -21,7 +21,7 @@ def _import(scale: Scale) -> Outcome:
     """`import optimisers` after `import numpy`, each time in a process of its own; the first fills the caches."""
     taken = [float(_output("-c", _IMPORT)) for _ in range(3 if scale.quick else 12)][1:]
     timing = Timing(min(taken), statistics.median(taken), len(taken), 1)
-    return Outcome({"import": timing}, [Figure("import", "import, beyond NumPy's, seconds", timing.median, IMPORT, "import")])
+    return Outcome({"import": timing}, [Figure("import", "import, beyond NumPy's, seconds", timing.median, IMPORT)])
 
 
 def _wheel(scale: Scale) -> Outcome:

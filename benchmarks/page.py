@@ -30,7 +30,8 @@ TITLES = {
 SAID = {
     "step": "(a) the shapes of GPT-2 small, 124 M elements; (b) 2,000 arrays of 256 elements; (c) 300 of 768; (d) one of 30 M; "
     "(e) 10 of 64. Float32. *Without Numba* is the reference backend.",
-    "torch_step": "`update_` on a module, and as a `torch.optim.Optimizer`; *on lists* is what runs where nothing is compiled.",
+    "torch_step": "`update_` on a module, and as a `torch.optim.Optimizer`; *on lists* is what runs where nothing "
+    "is compiled and PyTorch has no fused kernel; *without Numba* takes those kernels.",
     "jax_step": "Against Optax, on one device, the CPU. *Bytes accessed* are those of XLA's own account of the compiled step.",
     "rules": "One array of 30 M float32 elements (Muon: 512 × 512). Milliseconds a step, the least of a run; in parentheses "
     "the time of optimisers, relative to it.",
@@ -96,10 +97,10 @@ def _section(name: str, result: Any) -> str:
 def _figures(result: Any) -> list[str]:
     verdict = {True: "met", False: "**missed**", None: ""}
     rows = []
-    for each in result["figures"]:
+    for name, each in charts.named(result["figures"]).items():
         timing = result["timings"].get(each["section"], {}).get(each["of"])
         times = ["", ""] if timing is None else [_milliseconds(timing["minimum"]), _roofline(result, timing)]
-        rows.append([each["name"], _short(each["value"]), _short(each["target"]), verdict[each["met"]], *times])
+        rows.append([name, *_pair(each), verdict[each["met"]], *times])
     return [_table(["figure", "measured", "at most", "", "ms", "roofline, ms"], rows)]
 
 
@@ -144,6 +145,12 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:,.3g}" if seconds < 1 else f"{seconds * 1e3:,.0f}"
+
+
+def _pair(figure: Any) -> tuple[str, str]:
+    """What was measured and what was aimed at, in digits that tell them apart."""
+    value, target = _short(figure["value"]), _short(figure["target"])
+    return (f"{figure['value']:.3g}" if value == target else value), target
 
 
 def _short(value: float | None) -> str:
@@ -217,7 +224,7 @@ def readme(text: str, results: Mapping[str, Any]) -> str:
     before, _, rest = text.partition(_BEGIN)
     rows = [[what, against, " / ".join(_told(results[suite], name) for name in names)] for what, against, suite, names in _TOLD]
     about = f"On {machine.spelled(results['step']['machine'])}:"
-    return f"{before}{_BEGIN}\n{about}\n\n{_table(['AdamW', 'against', 'ratio'], rows)}\n\n{_END}{rest.partition(_END)[2]}"
+    return f"{before}{_BEGIN}\n{about}\n\n{_table(['what', 'against', 'ratio'], rows)}\n\n{_END}{rest.partition(_END)[2]}"
 
 
 def _told(result: Any, name: str) -> str:

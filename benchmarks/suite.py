@@ -47,13 +47,13 @@ Section = Callable[[Scale], Outcome]
 
 @dataclass(frozen=True)
 class Suite:
-    """A benchmark: what it measures, section by section, after its contestants have shown that they compute the same."""
+    """A benchmark: what it measures, section by section; where contestants can, they first show that they compute the same."""
 
     name: str
     about: str | None
     sections: Mapping[str, Section]
-    disagreement: Callable[[], float] = lambda: 0.0
-    """How far contestants are apart after some steps, relative to how far they have moved."""
+    disagreement: Callable[[], float] | None = None
+    """How far contestants are apart after some steps, relative to how far they have moved; `None` where they do not do the same."""
     effort: Effort = timing.FULL
     packages: tuple[str, ...] = ()
     """The peers, beyond those whose versions are always given."""
@@ -65,8 +65,8 @@ class Suite:
         console = Console()
         if not console.is_terminal:
             console.width = _WIDTH
-        apart = self.disagreement()
-        if apart > _AGREE:
+        apart = None if self.disagreement is None else self.disagreement()
+        if apart is not None and not apart <= _AGREE:
             console.print(f"the contestants do not take the same steps; relative to what these moved they are off by {apart:.2g}")
             return 1
         sizes, effort = (models.QUICK, timing.QUICK) if options.quick else (models.FULL, self.effort)

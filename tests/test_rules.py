@@ -684,8 +684,6 @@ def test_a_kernel_may_take_all_its_slots_together() -> None:
 def test_a_rule_that_measures_says_what_follows() -> None:
     message = r"Half measures, so it says what follows from the sums: measured\(xp, h, \*sums\)"
     with pytest.raises(HyperparameterError, match=message):
-        HyperparameterError, match=r"Half measures, so it says what follows from the sums: measured\(xp, h, \*sums\)"
-    ):
 
         @op.rule
         class Half(op.Rule):

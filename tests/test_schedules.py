@@ -3,6 +3,7 @@
 import copy
 import math
 import pickle
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -412,3 +413,16 @@ def test_a_power_of_what_is_left_is_a_number_in_a_compiled_program_too(steps: in
     rate = jax.jit(Polynomial(1e-2, 0.0, steps, power=power))
     for dtype in ("int32", "float32"):
         assert [float(rate(jnp.asarray(step, dtype))) for step in (steps, steps + 1, 2 * steps)] == [0.0, 0.0, 0.0]
+
+
+def test_a_schedule_of_a_users_own_may_have_any_fields() -> None:
+    @dataclass(frozen=True)
+    class Own(schedules.Schedule):
+        steps: tuple[int, ...] = (1, 2)
+        offset: int = 0
+
+        def __call__(self, step: Any) -> Any:
+            return step * 0.0 + self.offset
+
+    assert Own()(3) == 0
+    assert Own().length == 100

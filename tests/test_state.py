@@ -5,11 +5,13 @@ import pickle
 from contextlib import nullcontext
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 
 import optimisers as op
-from optimisers.errors import HyperparameterError, PathError, StateError
+from optimisers.errors import HyperparameterError, OptimiserError, PathError, StateError
 from tests.conftest import RULES, Backend, all_bits, assert_close, bits, branch, dtype_of, leaf, train
 
 SHARED = np.ones((2, 3))
@@ -487,6 +489,26 @@ def test_memory_goes_with_the_rule() -> None:
     assert state.freeze("w").memory == {"accumgrad": {"filled": 1}}
 
 
+def test_every_error_is_of_the_family_and_of_the_kind_one_expects() -> None:
+    state, model = _trained()
+    cases: list[tuple[Any, type[Exception]]] = [
+        (lambda: state["nothing"], KeyError),
+        (lambda: state.adjust(lr=-1.0), ValueError),
+        (lambda: state.drop("embed"), ValueError),
+        (lambda: op.update(state, [], {}), TypeError),
+        (lambda: op.update(state, model, {"embed": np.ones(7)}), ValueError),
+        (lambda: op.update(state, model, {"embed": np.ones((2, 3), int)}), TypeError),
+        (lambda: op.update(state, model), ValueError),
+    ]
+    for run, kind in cases:
+        with pytest.raises(OptimiserError) as caught:
+            run()
+        assert isinstance(caught.value, kind)
+        assert not str(caught.value).startswith(("'", '"'))
+    assert str(OptimiserError()) == ""
+    assert issubclass(StateError, ValueError)
+
+
 def test_replace_finds_the_slots_of_a_part_that_another_has_the_same_name_of() -> None:
     state, _ = _trained(op.AdaGrad(0.1))
     other = state.replace(op.Chain(op.AccumGrad(2), op.AdaGrad(0.1)))
@@ -569,3 +591,14 @@ def test_states_that_hold_nan_are_equal_to_their_copies() -> None:
     state, _ = op.update(op.setup(op.Adam(), model), model, {"w": np.array([np.nan, 1.0, np.inf])})
     assert pickle.loads(pickle.dumps(state)) == state
     assert copy.deepcopy(state) == state
+
+
+@pytest.mark.parametrize("library", ["numpy", "jax", "torch"])
+def test_a_state_behind_a_closed_gate_is_not_spent(library: str) -> None:
+    make: Any = {"numpy": np.array, "jax": jnp.array, "torch": torch.tensor}[library]
+    model = {"w": make([1.0, 2.0])}
+    state, model = op.update(op.setup(op.Chain(op.SkipNonFinite(), op.Adam(0.1)), model), model, {"w": make([1.0, 1.0])})
+    after, model = op.update_(state, model, {"w": make([np.nan, 1.0])})
+    assert not state.spent
+    assert after.memory["skipnonfinite"]["skipped"] == 1
+    assert op.update(state, model, {"w": make([1.0, 1.0])})[0].step == 2

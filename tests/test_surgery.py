@@ -499,3 +499,11 @@ def test_the_state_of_an_ensemble_is_not_taken_for_that_of_a_model() -> None:
             ask()
     one, model = jax.tree.map(lambda leaf: leaf[1], (states, models))
     assert leaf(op.adapt(one, model)[0], "w").slots["z"].shape == (3,)
+
+
+def test_a_place_of_another_shape_takes_the_rule_that_is_given_where_its_own_does_not_fit() -> None:
+    w = np.ones((2, 3))
+    state = op.setup(op.Adafactor(factored=True), {"a": w, "b": w.reshape(6)})
+    new, report = op.adapt(state, {"b": np.ones(6)}, rule=op.Adam())
+    assert list(leaf(new, "b").slots) == ["mu", "nu"]
+    assert "cannot train it any more" in report.fresh[op.Path("b")]

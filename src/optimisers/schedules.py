@@ -37,17 +37,6 @@ __all__ = [
 class Schedule:
     """A function of the step that can be printed, compared, hashed and pickled."""
 
-    def __post_init__(self) -> None:
-        """Check the fields: numbers, whole numbers of at least 1, another schedule."""
-        for field in fields(self):  # type: ignore[arg-type]  # every schedule is a dataclass
-            value = getattr(self, field.name)
-            if field.name == "schedule":
-                object.__setattr__(self, "schedule", _schedule(value))
-            elif field.type is int:
-                _check_whole(self, field.name)
-            elif field.type is float or (field.type == float | None and value is not None):
-                _check_number(self, field.name)
-
     def __call__(self, step: Any) -> Any:
         """The value at a step: a number for a number, an array for an array (or a tracer)."""
         raise NotImplementedError  # every schedule defines it
@@ -74,7 +63,7 @@ class Schedule:
     def length(self) -> int:
         """About how many steps show what the schedule does."""
         steps = getattr(self, "steps", None)
-        return 100 if steps is None else steps + steps // 10
+        return steps + steps // 10 if isinstance(steps, int) else 100
 
     def plot(self, steps: int | None = None, *, axes: Any = None) -> Any:
         """Draw the values at steps 0 to `steps` (by default `length`), with Matplotlib.
@@ -96,8 +85,23 @@ class Schedule:
         return axes
 
 
+class _Checked(Schedule):
+    """A schedule of this module, whose fields are checked by their types."""
+
+    def __post_init__(self) -> None:
+        """Check the fields: numbers, whole numbers of at least 1, another schedule."""
+        for field in fields(self):  # type: ignore[arg-type]  # every schedule is a dataclass
+            value = getattr(self, field.name)
+            if field.name == "schedule":
+                object.__setattr__(self, "schedule", _schedule(value))
+            elif field.type is int:
+                _check_whole(self, field.name)
+            elif field.type is float or (field.type == float | None and value is not None):
+                _check_number(self, field.name)
+
+
 @dataclass(frozen=True)
-class Constant(Schedule):
+class Constant(_Checked):
     """Always the same value.
 
     >>> Constant(0.1)(1000)
@@ -111,7 +115,7 @@ class Constant(Schedule):
 
 
 @dataclass(frozen=True)
-class Shifted(Schedule):
+class Shifted(_Checked):
     """Another schedule, or any function of the step, that begins at a later step; before it, its first value.
 
     >>> Shifted(Linear(0.0, 1.0, 4), 100)(101)
@@ -131,7 +135,7 @@ class Shifted(Schedule):
 
 
 @dataclass(frozen=True)
-class Scaled(Schedule):
+class Scaled(_Checked):
     """Another schedule, or any function of the step, times a number.
 
     >>> Scaled(Linear(0.0, 1.0, 4), 0.5)(2)
@@ -150,7 +154,7 @@ class Scaled(Schedule):
 
 
 @dataclass(frozen=True)
-class Linear(Schedule):
+class Linear(_Checked):
     r"""A straight line from `start` to `stop` over `steps` steps, then `stop`.
 
     >>> [Linear(0.0, 1.0, 4)(step) for step in range(6)]
@@ -166,7 +170,7 @@ class Linear(Schedule):
 
 
 @dataclass(frozen=True)
-class Cosine(Schedule):
+class Cosine(_Checked):
     r"""Half a cosine from `start` down to `stop` over `steps` steps, then `stop`.
 
     $\mathrm{stop} + (\mathrm{start} - \mathrm{stop})\,(1 + \cos(\pi t/T))/2$.
@@ -186,7 +190,7 @@ class Cosine(Schedule):
 
 
 @dataclass(frozen=True)
-class Joined(Schedule):
+class Joined(_Checked):
     """Schedules one after another; the second begins at the first boundary, and counts its steps from there.
 
     Numbers and any functions of the step may stand among them. None is asked for a step before its first.
@@ -225,7 +229,7 @@ class Joined(Schedule):
 
 
 @dataclass(frozen=True)
-class Exponential(Schedule):
+class Exponential(_Checked):
     r"""Multiplied by `rate` every `steps` steps, smoothly, or all at once with `stairs`; never below `least`.
 
     $\mathrm{start}\cdot\mathrm{rate}^{t/T}$.
@@ -260,7 +264,7 @@ class Exponential(Schedule):
 
 
 @dataclass(frozen=True)
-class Polynomial(Schedule):
+class Polynomial(_Checked):
     r"""From `start` to `stop` over `steps` steps along a power of what is left:
     $\mathrm{stop} + (\mathrm{start}-\mathrm{stop})(1-t/T)^k$.
 
@@ -283,7 +287,7 @@ class Polynomial(Schedule):
 
 
 @dataclass(frozen=True)
-class CosineRestarts(Schedule):
+class CosineRestarts(_Checked):
     r"""Half a cosine from `start` to `stop`, again and again, each `factor` times as long as the one before.
 
     >>> rate = CosineRestarts(1.0, 4, factor=2)
@@ -319,7 +323,7 @@ class CosineRestarts(Schedule):
 
 
 @dataclass(frozen=True)
-class InverseSqrt(Schedule):
+class InverseSqrt(_Checked):
     r"""A linear rise to `peak` over `warmup` steps, then $\mathrm{peak}\sqrt{w/t}$.
 
     >>> rate = InverseSqrt(1.0, 4)

@@ -326,6 +326,8 @@ class Adapting:
         self.carried.append((record, value))
         rule = self.old.rules[old.group]
         own = rule if shape == record.shape and view == SAME else rule.rule_for(record.shape, record.dtype)
+        if self.rule is not None and any(member.refuses(record.shape, record.dtype) for member in own.members):
+            return self._starts(record, array, old, f"{own!r} cannot train it any more", value)
         check_rule(own, record)
         program = self.old.layout.programs[old.group]
         if own is not rule and program_of(own) != program:

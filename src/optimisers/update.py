@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from optimisers.backends.arrays import WRITABLE
 from optimisers.backends.base import check_parameter
 from optimisers.backends.conversion import copied
 from optimisers.backends.overlap import untangle
@@ -93,7 +94,7 @@ def step(state: State, model: Any, grads: Any, *, in_place: bool, watch: Callabl
         params, new_slots = job.part.backend.run(job.batch, job.length, step=job.open)
         if params is not job.params:
             changed |= {at: new for at, old, new in zip(job.part.members, job.params, params, strict=True) if new is not old}
-        wrote.append(in_place and bool(job.batch.slot_dtypes) and _share(job.slots, new_slots))
+        wrote.append(in_place and _written(job, new_slots))
         if new_slots is not job.slots:
             slots = _replaced(slots, job.part.members, new_slots)
     layout, counters, count = counted(state, plan, [job.open and job.passed for job in jobs])
@@ -135,9 +136,11 @@ def _apart(state: State, view: Opened) -> tuple[Sequence[Any], dict[int, Any]]:
     return arrays, changed
 
 
-def _share(old: Sequence[Any], new: Sequence[Any]) -> bool:
-    """Whether slots that go in come out again: then they were written."""
-    return any(a is b for own, others in zip(old, new, strict=True) for a, b in zip(own, others, strict=True))
+def _written(job: Job, new: Sequence[Any]) -> bool:
+    """Whether slots were written in place: they go in and come out again, and are not just handed through at a closed gate."""
+    if job.part.library not in WRITABLE or not any(member.slots for member in job.part.program.members[: job.length]):
+        return False
+    return any(a is b for own, others in zip(job.slots, new, strict=True) for a, b in zip(own, others, strict=True))
 
 
 def _replaced(slots: tuple[Any, ...], members: Sequence[int], new: Sequence[Any]) -> tuple[Any, ...]:

@@ -11,6 +11,7 @@ import numpy as np
 from optimisers.rules.values import is_traced
 
 __all__ = [
+    "WRITABLE",
     "Memory",
     "array_beside",
     "compute_dtype",
@@ -25,6 +26,9 @@ __all__ = [
     "slot_dtype",
     "trainable_dtype",
 ]
+
+WRITABLE = ("numpy", "torch")
+"""The libraries into whose arrays a step may write."""
 
 
 def library_of(value: Any) -> str | None:

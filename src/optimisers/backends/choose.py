@@ -18,7 +18,9 @@ _reference_only: ContextVar[bool] = ContextVar("reference_only", default=False)
 
 @contextmanager
 def reference_only() -> Iterator[None]:
-    """Run every step inside as if Numba were not installed: NumPy in the reference backend, PyTorch on lists of tensors.
+    """Run every step inside as if Numba were not installed.
+
+    NumPy then runs in the reference backend, PyTorch by its own fused kernels or on lists.
 
     Example:
         >>> import optimisers as op

@@ -91,7 +91,8 @@ def sums(batch: Batch, member: int) -> Sequence[Any]:
 
 
 def sums_together(batch: Batch, member: int) -> Sequence[np.ndarray]:
-    """The sums as numbers, read now, for each of them a vector over the parameters; outside of traces alone.
+    """The sums as numbers, read now, for each of them a vector over the parameters; outside of traces, and for members whose sums
+    hang on no scalar, since those of the first call are compiled in.
 
     Parameters of one shape go many at a time, since calls take longer than small arrays do.
     """

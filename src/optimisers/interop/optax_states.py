@@ -18,7 +18,7 @@ from optimisers.rules.lion import Lion
 from optimisers.rules.program import Program
 from optimisers.setup import setup
 from optimisers.slots import slot_dtypes
-from optimisers.state import State, check_state, check_step
+from optimisers.state import State, check_state, check_step, check_unspent
 
 __all__ = ["state_from_optax", "state_to_optax"]
 
@@ -257,6 +257,7 @@ def state_to_optax(state: State, opt_state: Any) -> Any:
         (1, [0.1, 0.1])
     """
     check_state(state, "state_to_optax")
+    check_unspent(state)
     if getattr(state.step, "shape", ()) != ():
         raise StateError("the state of an ensemble has several steps, and that of Optax one; give its members one by one")
     moments: _Moments = {}

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from optimisers.backends.arrays import WRITABLE
 from optimisers.decisions import Job
 from optimisers.errors import StateError
 from optimisers.model.layout import Layout
@@ -23,8 +24,6 @@ from optimisers.rules.values import is_traced
 from optimisers.state import State, new_state
 
 __all__ = ["Watch", "check_readable", "gradient_squares", "holding", "probe_of", "step_squares"]
-
-_WRITTEN_IN_PLACE = ("numpy", "torch")
 
 
 def _nothing(xp: Any, h: Any, *sums: Any) -> dict[str, Any]:
@@ -96,7 +95,7 @@ def holding(probe: State, arrays: Sequence[Any], gradients: Sequence[Any], *, co
     for part in parts:
         if part.library == "jax":
             check_readable([*part.pick(arrays), *part.pick(gradients)])
-    copied = [part for part in parts if copy and part.library in _WRITTEN_IN_PLACE]
+    copied = [part for part in parts if copy and part.library in WRITABLE]
     slots: dict[int, Any] = {at: (arrays[at],) for part in parts if part not in copied for at in part.members}
     probe = probe.with_started(arrays, [at for part in copied for at in part.members])
     for part in copied:
