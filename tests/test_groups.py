@@ -333,3 +333,23 @@ def test_a_rule_without_decay_where_it_should_go_is_an_error() -> None:
 def test_bad_arguments_are_errors_of_the_library(make: Any) -> None:
     with pytest.raises(OptimiserError):
         make(_model())
+
+
+@pytest.mark.parametrize(
+    "name", ["cls.predictions.weight", "cls_head.w", "token_classifier.weight", "tokens_out", "lm_head.weight"]
+)
+def test_heads_lie_on_top_whatever_else_their_names_speak_of(name: str) -> None:
+    model: dict[str, Any] = {}
+    node = model
+    *above, last = name.split(".")
+    for key in above:
+        node = node.setdefault(key, {})
+    node[last] = np.ones(2)
+    model |= {"layers": [np.ones(2), np.ones(2)], "cls_token": np.ones(2)}
+    state = op.setup(op.layerwise(op.Descent(1.0), model, decay=0.5), model)
+    assert {str(path): leaf(state, str(path)).rule.hyperparameters["lr"] for path in state} == {
+        name: 1.0,
+        "layers.1": 0.5,
+        "layers.0": 0.25,
+        "cls_token": 0.125,
+    }

@@ -1,6 +1,7 @@
 """Optax's transformations as rules, and rules as Optax's transformations."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -176,3 +177,11 @@ def test_a_transformation_without_its_parameters_is_an_error() -> None:
     transformation = as_optax(op.Adam())
     with pytest.raises(errors.ModelError, match="update"):
         transformation.update(_grads(0), transformation.init(_model()))
+
+
+def test_a_state_that_optax_keeps_is_not_written_to_a_file(tmp_path: Path) -> None:
+    params = {"w": jnp.ones(3)}
+    state, _ = op.update(op.setup(from_optax(optax.adam(0.1)), params), params, params)
+    with pytest.raises(errors.StateError, match="w: .* and no array, as rules of Optax keep them, .* with Orbax"):
+        op.save(tmp_path / "run", state)
+    assert not list(tmp_path.iterdir())

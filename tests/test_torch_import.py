@@ -458,3 +458,13 @@ def test_a_spent_state_is_not_given_to_pytorch() -> None:
             ask(old, module)
     with pytest.raises(errors.StateError, match="names of parameters are texts"):
         from_torch(torch.optim.Adam(module.parameters()).state_dict(), module, names=[0, 1], kind="Adam")  # type: ignore[list-item]
+
+
+def test_a_chain_with_a_schedule_is_given_to_pytorch_or_refused_with_a_remedy() -> None:
+    module = nn.Linear(2, 2)
+    state = op.setup(op.Chain(op.WeightDecay(0.1), op.Adam(op.schedules.Linear(0.5, 0.0, 10))), module)
+    group = to_torch(state, module).param_groups[0]
+    assert (group["lr"], group["weight_decay"]) == (0.5, 0.1)
+    state = op.setup(op.Chain(op.ClipGlobalNorm(1.0), op.AdamW(op.schedules.Linear(0.5, 0.0, 10))), module)
+    with pytest.raises(errors.HyperparameterError, match=r"no optimiser of PyTorch steps as Chain\(ClipGlobalNorm.*state\.replace"):
+        to_torch(state, module)

@@ -19,6 +19,8 @@ __all__ = ["depth_of", "depths_of", "layerwise", "no_decay"]
 
 _FIRST = pattern(r"(^|[^a-z])(emb|wte|wpe|tok|patch|(pos|cls)($|[^a-z])|posit)")
 """A word, within a key, that speaks of an embedding."""
+_LAST = pattern(r"(^|[^a-z])(head|classif|predict|logit)|_out($|[^a-z])")
+"""A word that speaks of what stands on top, whatever else does."""
 _NUMBER = pattern(r"(?:^|[._])(\d+)(?=$|[._])")
 _HUMP = pattern(r"(?<=[a-z0-9])(?=[A-Z])")
 
@@ -27,9 +29,10 @@ def layerwise(rule: RuleFor, model: Any, *, decay: float = 0.75, depth: Callable
     """Learning rates that fall from the head to the embeddings: `lr` times decay^(top - depth).
 
     The depth of a parameter is 1 + the first whole number in its path (`layers.3.weight` and `Dense_3.kernel` have depth 4); what
-    has none lies at depth 0 where its path speaks of an embedding (`emb`, `tok`, `pos`, `patch`, …), and on top of all layers
-    otherwise. A tied parameter lies at the least depth of its paths. What is on top has the whole learning rate. Depths come
-    from the whole model, so they do not shift when something is frozen.
+    has none lies at depth 0 where its path speaks of an embedding (`emb`, `tok`, `pos`, `cls`, `patch`, …) and not of a head
+    (`head`, `classif…`, `predict…`, `logit…`), and on top of all layers otherwise. Where blocks are numbered within stages, as in
+    a ResNet, say with `depth` how deep they lie. A tied parameter lies at the least depth of its paths. What is on top has the
+    whole learning rate. Depths come from the whole model, so they do not shift when something is frozen.
 
     In a chain the last learning rate is scaled, since it is the one that the whole step is proportional to.
 
@@ -119,7 +122,8 @@ def _depth_of(path: Any) -> int | None:
         if found:
             return int(found[0]) + 1
     # tokenEmbedding is read as token_embedding.
-    return 0 if any(_FIRST.search(_HUMP.sub("_", str(key)).lower()) for key in path) else None
+    words = [_HUMP.sub("_", str(key)).lower() for key in path]
+    return 0 if any(map(_FIRST.search, words)) and not any(map(_LAST.search, words)) else None
 
 
 def no_decay(rule: RuleFor, *selectors: Selectable, ndim: int | None = None) -> RuleOf:

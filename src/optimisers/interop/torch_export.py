@@ -125,7 +125,10 @@ def _options(rule: Rule) -> tuple[str, dict[str, Any]]:
     coupled = name is not None and not options.get("decoupled_weight_decay") and name not in ("AdamW", "Lion")
     alone = not before or (len(before) == 1 and isinstance(before[0], WeightDecay) and coupled)
     if name is None or not alone or options.pop("cautious", False) or (before and options.get("weight_decay")):
-        raise HyperparameterError(f"no optimiser of PyTorch steps as {rule!r}")
+        raise HyperparameterError(
+            f"no optimiser of PyTorch steps as {rule!r}; state.replace(rule) keeps the moments under a rule that one does step as, "
+            "and a norm is clipped there by torch.nn.utils.clip_grad_norm_"
+        )
     if before:
         options["weight_decay"] = before[0].hyperparameters["weight_decay"]
     if isinstance(last, Nesterov):

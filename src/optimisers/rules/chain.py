@@ -69,6 +69,10 @@ class Chain(Rule):
                 merged.setdefault(name, value)
         return merged
 
+    def at(self, step: Any) -> Self:
+        """This chain with each schedule replaced by its value at a step."""
+        return type(self)(*[member.at(step) for member in self.rules])
+
     def adjusted(self, **changes: Any) -> Self:
         """This chain with a hyperparameter changed in every member that has it; `adam={"lr": 0.1}` speaks to one member."""
         names = member_names(self.rules)
