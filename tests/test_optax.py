@@ -182,6 +182,6 @@ def test_a_transformation_without_its_parameters_is_an_error() -> None:
 def test_a_state_that_optax_keeps_is_not_written_to_a_file(tmp_path: Path) -> None:
     params = {"w": jnp.ones(3)}
     state, _ = op.update(op.setup(from_optax(optax.adam(0.1)), params), params, params)
-    with pytest.raises(errors.StateError, match="w: .* and no array, as rules of Optax keep them, .* with Orbax"):
+    with pytest.raises(errors.StateError, match=r"keeps a state of Optax, which a file of this library cannot hold; .* with Orbax"):
         op.save(tmp_path / "run", state)
     assert not list(tmp_path.iterdir())

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from optimisers.backends.arrays import dtype_name, library_of
+from optimisers.backends.arrays import dtype_name
 from optimisers.errors import OptimiserError, PathError, StateError
 from optimisers.files import plain_data, tensors
 from optimisers.files.plain_rules import plain_value, rule_as_data, rule_from_data
@@ -96,11 +96,6 @@ def described(state: State, extra: Any = None) -> tuple[dict[str, Any], dict[str
     for record, own in zip(state.parameters, state.slots, strict=True):
         names = [name for name, _ in state.layout.programs[record.group].slots]
         for name, slot in zip(names, own or (), strict=False):
-            if slot is not None and library_of(slot) is None:
-                raise StateError(
-                    f"{record.path}: {name} is a {type(slot).__name__} and no array, as rules of Optax keep them, which a file of this "
-                    "library cannot hold; save the state as a pytree of JAX, with Orbax"
-                )
             if slot is not None:
                 arrays[slot_name(spelled(record.path), name)] = slot
         parameters.append(

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from optimisers import schedules
+from optimisers.backends.arrays import library_of
 from optimisers.errors import StateError
 from optimisers.rules.base import Rule
 from optimisers.rules.chain import Chain
@@ -20,6 +21,10 @@ def rule_as_data(rule: Rule, keep: Callable[[Any], str]) -> dict[str, Any]:
     """A rule as plain data. `keep` stores an array (the numbers of an ensemble) and returns a name for it."""
     if rule.members != (rule,):
         return {"chain": [rule_as_data(member, keep) for member in rule.members]}
+    if type(rule).__name__ == "FromOptax":
+        raise StateError(
+            f"{rule!r} keeps a state of Optax, which a file of this library cannot hold; save the state as a pytree of JAX, with Orbax"
+        )
     own = {} if type(rule).__module__.startswith("optimisers.") else {"own": True}  # one of the user's, whatever its name
     return {
         "rule": type(rule).__name__,
@@ -38,7 +43,7 @@ def _as_data(value: Any, keep: Callable[[Any], str]) -> Any:
         }
     if isinstance(value, tuple) and type(value) is tuple:
         return [_as_data(part, keep) for part in value]
-    if hasattr(value, "dtype") and getattr(value, "shape", ()) != ():
+    if library_of(value) is not None and getattr(value, "shape", ()) != ():
         return {"array": keep(value)}
     value = plain_value(value)
     if value is None or isinstance(value, (bool, int, float, str)):
