@@ -23,7 +23,8 @@ def rule_as_data(rule: Rule, keep: Callable[[Any], str]) -> dict[str, Any]:
         return {"chain": [rule_as_data(member, keep) for member in rule.members]}
     if type(rule).__name__ == "FromOptax":
         raise StateError(
-            f"{rule!r} keeps a state of Optax, which a file of this library cannot hold; save the state as a pytree of JAX, with Orbax"
+            f"{rule!r} keeps a state of Optax, which a file of this library cannot hold; save the state as a pytree of JAX, "
+            "with Orbax"
         )
     own = {} if type(rule).__module__.startswith("optimisers.") else {"own": True}  # one of the user's, whatever its name
     return {
