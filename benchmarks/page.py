@@ -37,7 +37,8 @@ SAID = {
     "the time of optimisers, relative to it.",
     "files": "A state and a model of 1.5 GB, against the writer and reader of safetensors on the same arrays.",
     "monitor": "What a `Monitor` that samples every tenth step adds to a step, as a share of its time.",
-    "growth": "Milliseconds, by the number of parameters of 16 elements, and by that of the elements of one parameter, in float32.",
+    "growth": "Milliseconds, by the number of parameters of 16 elements, and by that of the elements of one parameter, in float32 "
+    "(there one contestant after the other, since the largest leave no room for two).",
     "package": "The time that `import optimisers` takes after `import numpy`, and what `pip` downloads.",
 }
 OURS = "optimisers"
@@ -45,7 +46,7 @@ _INTRO = """# Benchmarks
 
 <!-- Written by `python -m benchmarks.page` out of `benchmarks/results`. -->
 
-`make bench` measures all of it again and writes this page, in less than 20 minutes on two cores.
+`make bench` measures all of it again and writes this page, in about 20 minutes on two cores.
 
 Each contestant takes a step in turn, again and again, in one process; what is compared are the least times of each, so that both
 met the machine at its best. A ratio below 1 means that optimisers takes less. Every figure stands beside the target that it was
