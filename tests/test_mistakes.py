@@ -101,8 +101,10 @@ def test_what_a_rule_cannot_decide_is_refused() -> None:
         def kernel(xp: Any, g: Any, p: Any, h: Any) -> Any:
             return g
 
-    class LeafGate(Unscoped):
+    class Unmeasured(Unscoped):
         scope = "leaf"
+
+    class LeafGate(Unmeasured):
         gate = True
 
     class OddSlot(op.Rule):
@@ -111,7 +113,19 @@ def test_what_a_rule_cannot_decide_is_refused() -> None:
         def kernel(xp: Any, g: Any, p: Any, h: Any, s: Any) -> Any:
             return g, s
 
-    for kind, message in ((Unscoped, "over what"), (LeafGate, "for the whole tree"), (OddSlot, "write apply")):
+    class ListedSlots(op.Rule):
+        slots = ("mu",)  # type: ignore[assignment]
+
+        def kernel(xp: Any, g: Any, p: Any, h: Any, mu: Any) -> Any:
+            return g, mu
+
+    for kind, message in (
+        (Unscoped, "over what"),
+        (Unmeasured, "what follows from the sums"),
+        (LeafGate, "for the whole tree"),
+        (OddSlot, "write apply"),
+        (ListedSlots, "named with their kind"),
+    ):
         with pytest.raises(HyperparameterError, match=message):
             op.rule(kind)
 

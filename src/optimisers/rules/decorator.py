@@ -77,13 +77,15 @@ def _check_scope(cls: type[Rule]) -> None:
     """Check that what a rule decides can be decided in its scope."""
     if cls.measure is not None and not isinstance(cls.measure, property) and cls.scope not in ("leaf", "tree"):
         raise HyperparameterError(f'{cls.__name__} measures, so it says over what: scope = "leaf" or "tree"')
-    if cls.measure is not None and cls.measured is None:
-        raise HyperparameterError(f"{cls.__name__} measures, so it says what follows from the sums: measured(xp, h, *sums)")
     if cls.apply_tree is not None and not isinstance(cls.apply_tree, property) and cls.scope != "tree":
         raise HyperparameterError(f'{cls.__name__} acts on the whole tree, so it says scope = "tree"')
     if cls.scope == "leaf" and (cls.gate or cls.memory):
         raise HyperparameterError(f'{cls.__name__} has a gate or a memory, and those are for the whole tree: scope = "tree"')
+    if cls.measure is not None and cls.measured is None:
+        raise HyperparameterError(f"{cls.__name__} measures, so it says what follows from the sums: measured(xp, h, *sums)")
     slots = cls.__dict__.get("slots", {})
+    if isinstance(slots, (list, tuple, set, str)):
+        raise HyperparameterError(f"{cls.__name__}.slots is {slots!r}; slots are named with their kind: slots = {{'mu': LIKE}}")
     for name, kind in slots.items() if isinstance(slots, Mapping) else ():
         if not isinstance(kind, Slot):
             raise HyperparameterError(
