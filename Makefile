@@ -50,7 +50,7 @@ browser:
 	fi; \
 	echo "the tests need a browser: install Chromium or Chrome, so that one of these is on the PATH: $(BROWSERS)" >&2; exit 1
 
-# Every figure of README.md and docs/benchmarks.md, measured again: on a quiet machine, in about 20 minutes.
+# Every figure of README.md and docs/benchmarks.md, measured again: on a quiet machine, in less than 20 minutes.
 bench: $(VENV)/test.stamp
 	$(RUN)/python -m benchmarks
 

@@ -10,10 +10,11 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.style import context
 
+from benchmarks.figures import FUSED, OURS
+
 __all__ = ["STYLE", "by_kind", "digest", "draw", "named", "roofline"]
 
 STYLE = {"svg.fonttype": "none", "font.family": "sans-serif", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
-OURS, FUSED = "optimisers", "PyTorch fused"
 _BLUE, _RED, _GREY = "#1f5fa8", "#b0452a", "#777777"
 _CASES = {"a": "(a) GPT-2 small", "b": "(b) 2,000 × 256", "c": "(c) 300 × 768", "d": "(d) 1 × 30 M", "e": "(e) 10 × 64"}
 _COLOURS = {

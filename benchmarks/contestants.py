@@ -7,14 +7,14 @@ import numpy as np
 import torch
 
 import optimisers as op
+from benchmarks.figures import FUSED, OURS
 from benchmarks.models import arrays_of, filled
 from benchmarks.timing import Step
 
-__all__ = ["FOREACH", "FUSED", "LOOP", "NAIVE", "OURS", "REFERENCE", "Ours", "adamw", "disagreement", "farthest", "torch_variants"]
+__all__ = ["FOREACH", "LOOP", "NAIVE", "REFERENCE", "Ours", "adamw", "disagreement", "farthest", "torch_variants"]
 
 NAIVE = "NumPy, whole arrays"
-LOOP, FOREACH, FUSED = "PyTorch loop", "PyTorch foreach", "PyTorch fused"
-OURS = "optimisers"
+LOOP, FOREACH = "PyTorch loop", "PyTorch foreach"
 REFERENCE = "optimisers without Numba"
 
 _TORCH: dict[str, Any] = {

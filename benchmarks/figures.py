@@ -1,12 +1,16 @@
-"""What a section of a benchmark finds: times, and ratios of them beside what is aimed at."""
+"""What a section of a benchmark finds: times, and ratios of them beside what is aimed at; where it is kept, and for whom."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from benchmarks.timing import Timing
 
-__all__ = ["Figure", "Outcome", "ratio"]
+__all__ = ["FUSED", "OURS", "RESULTS", "Figure", "Outcome", "ratio"]
+
+RESULTS = Path(__file__).parent / "results"
+OURS, FUSED = "optimisers", "PyTorch fused"
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ import numpy as np
 import safetensors.numpy
 
 import optimisers as op
-from benchmarks.figures import Figure, Outcome, ratio
+from benchmarks.figures import OURS, Figure, Outcome, ratio
 from benchmarks.suite import Scale, Suite
 from benchmarks.timing import Timing
 
 __all__ = ["SUITE"]
 
-OURS, THEIRS = "optimisers", "safetensors"
+THEIRS = "safetensors"
 FULL, QUICK = 5_000_000, 1_000
 """Elements of each of 25 parameters; with the two moments of Adam and float32, 1.5 GB in all."""
 

@@ -10,9 +10,9 @@ import torch
 
 import optimisers as op
 from benchmarks import machine, timing
-from benchmarks.contestants import FUSED, OURS, Ours, torch_variants
+from benchmarks.contestants import Ours, torch_variants
 from benchmarks.elementwise import bytes_moved
-from benchmarks.figures import Outcome
+from benchmarks.figures import FUSED, OURS, Outcome
 from benchmarks.suite import Scale, Section, Suite
 from benchmarks.timing import Timing
 

@@ -14,9 +14,9 @@ import optax
 
 import optimisers as op
 from benchmarks import models
-from benchmarks.contestants import OURS, farthest
+from benchmarks.contestants import farthest
 from benchmarks.elementwise import bytes_moved
-from benchmarks.figures import Figure, Outcome, ratio
+from benchmarks.figures import OURS, Figure, Outcome, ratio
 from benchmarks.models import filled, shapes_of
 from benchmarks.suite import Scale, Section, Suite
 from benchmarks.timing import Step, Timing

@@ -9,10 +9,10 @@ from typing import Any
 from matplotlib.style import context
 
 from benchmarks import charts, machine
+from benchmarks.figures import OURS, RESULTS
 
 __all__ = ["CHARTS", "PAGE", "README", "TITLES", "main", "page", "read", "readme"]
 
-RESULTS = Path(__file__).parent / "results"
 README = Path(__file__).parents[1] / "README.md"
 PAGE = README.parent / "docs" / "benchmarks.md"
 CHARTS = PAGE.parent / "assets" / "benchmarks"
@@ -41,12 +41,11 @@ SAID = {
     "(there one contestant after the other, since the largest leave no room for two).",
     "package": "The time that `import optimisers` takes after `import numpy`, and what `pip` downloads.",
 }
-OURS = "optimisers"
 _INTRO = """# Benchmarks
 
 <!-- Written by `python -m benchmarks.page` out of `benchmarks/results`. -->
 
-`make bench` measures all of it again and writes this page, in about 20 minutes on two cores.
+`make bench` measures all of it again and writes this page, in less than 20 minutes on two cores.
 
 Each contestant takes a step in turn, again and again, in one process; what is compared are the least times of each, so that both
 met the machine at its best. A ratio below 1 means that optimisers takes less. Every figure stands beside the target that it was

@@ -12,9 +12,9 @@ import optax
 import torch
 
 import optimisers as op
-from benchmarks.contestants import OURS, Ours
+from benchmarks.contestants import Ours
 from benchmarks.elementwise import bytes_moved
-from benchmarks.figures import Figure, Outcome, ratio
+from benchmarks.figures import OURS, Figure, Outcome, ratio
 from benchmarks.suite import Scale, Section, Suite
 from benchmarks.timing import Step
 

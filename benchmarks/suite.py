@@ -13,13 +13,12 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from benchmarks import machine, models, timing
-from benchmarks.figures import Figure, Outcome
+from benchmarks.figures import RESULTS, Figure, Outcome
 from benchmarks.models import Sizes
 from benchmarks.timing import Effort, Step, Timing, race
 
-__all__ = ["RESULTS", "Scale", "Section", "Suite"]
+__all__ = ["Scale", "Section", "Suite"]
 
-RESULTS = Path(__file__).parent / "results"
 # How far contestants may be apart, relative to how far they have moved: float32 rounds differently in another order.
 _AGREE = 1e-3
 # Below this share of idle time, other programs spoil the figures.
@@ -104,8 +103,11 @@ class Suite:
             "--out", type=Path, metavar="DIR", help=f"where {self.name}.json goes (a whole run: {RESULTS.name}; else: nowhere)"
         )
         options = parser.parse_args(arguments)
-        if options.out is None and options.only is None and not options.quick:
+        whole = options.only is None and not options.quick
+        if options.out is None and whole:
             options.out = RESULTS
+        if options.out is not None and options.out.resolve() == RESULTS and not whole:
+            parser.error(f"a part, or a quick run, would take the place of what is kept in {RESULTS.name}; name another folder")
         if options.out is not None:
             options.out.mkdir(parents=True, exist_ok=True)
         options.only = list(self.sections) if options.only is None else options.only

@@ -10,9 +10,9 @@ import torch
 
 import optimisers as op
 from benchmarks import models
-from benchmarks.contestants import FOREACH, FUSED, OURS, Ours, farthest
+from benchmarks.contestants import FOREACH, Ours, farthest
 from benchmarks.elementwise import bytes_moved
-from benchmarks.figures import Figure, Outcome, ratio
+from benchmarks.figures import FUSED, OURS, Figure, Outcome, ratio
 from benchmarks.models import Sizes, filled, freeze_share, shapes_of
 from benchmarks.rules import DEFAULT, cases
 from benchmarks.suite import Scale, Section, Suite

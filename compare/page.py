@@ -13,7 +13,9 @@ __all__ = ["counts", "page", "tables"]
 _INTRODUCTION = """# What other libraries do
 
 Small inputs whose right result is known, run through other optimiser libraries and through this one. Each library is used as its
-documentation shows it. Where it has no means of its own and a few lines of its user's serve, these were written, and the cell says
+documentation shows it. What is right is what this library promises, and its tests hold it to; another may have meant something
+else. Cases keep the letters and numbers of those tests, and those that ask for what only this library has are left out, hence the
+gaps. Where a library has no means of its own and a few lines of its user's serve, these were written, and the cell says
 *by hand*. Every cell was computed by the run: `make compare` does it again, in an environment of its own, and writes this page.
 
 - **right**: the values below the case came out; where an error is the right answer, an error that has the words below the case.

@@ -297,6 +297,8 @@ def test_rename_writes_other_names_and_the_state_goes_on(
     assert 'did you mean "trunk"?' in capsys.readouterr().err
     assert main(["rename", files[0], out, "--map", "embed=head"]) == 2
     assert "embed and head would both be called head" in capsys.readouterr().err
+    assert main(["rename", files[0], out, "--map", "trunk=a", "--map", "trunk=b"]) == 2
+    assert "--map trunk is given twice" in capsys.readouterr().err
     assert main(["rename", files[0], out]) == 2
     assert exits("rename", files[0], out, "--map", "embed") == 2
     assert main(["rename", files[0], out, "--regex", "([=x"]) == 2

@@ -232,7 +232,10 @@ def _rename(arguments: argparse.Namespace) -> int:
 
     if not arguments.map and not arguments.regex:
         return _fail("say what is to be renamed, with --map OLD=NEW or --regex PATTERN=NEW")
-    names: dict[Any, str] = dict(arguments.map)
+    names: dict[Any, str] = {}
+    for old, new in arguments.map:
+        if names.setdefault(old, new) != new:
+            return _fail(f"--map {old} is given twice, with {names[old]} and with {new}; give it once")
     for pattern, new in arguments.regex:
         try:
             names[re.compile(pattern)] = new

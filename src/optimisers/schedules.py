@@ -71,8 +71,10 @@ class Schedule:
         **Arguments:** `axes`: where to draw; by default those of a new figure. **Returns** the axes, so that
         `schedule.plot(1000).figure.savefig("rate.png")` makes a file.
 
-        **Raises** `ImportError` without Matplotlib.
+        **Raises** `ImportError` without Matplotlib, `HyperparameterError` for a number of steps that is none.
         """
+        if steps is not None and (_whole(steps) is None or steps < 1):
+            raise HyperparameterError(f"plot takes a number of steps, and not {steps!r}; plot(…).figure.savefig(…) makes a file")
         if axes is None:
             from matplotlib.figure import Figure
 

@@ -109,7 +109,8 @@ def shown(found: Mapping[str, Any]) -> Summary:
     for name, each in found["arrays"].items():
         rows.append((name, " × ".join(map(str, each["shape"])), each["dtype"], "", "", size_of(each["bytes"]), "no parameter"))
     totals = found["totals"]
-    parts = [f"{totals['parameters']:,} parameters, {totals['elements']:,} elements"] if found["parameters"] else []
+    many = "s" * (totals["parameters"] != 1)
+    parts = [f"{totals['parameters']:,} parameter{many}, {totals['elements']:,} elements"] if found["parameters"] else []
     parts += [f"step {found['step']}", f"{size_of(totals['state bytes'])} of state"] if found["parameters"] else []
     parts.append(f"{size_of(totals['bytes'])} in all")
     return Summary(_HEADINGS, tuple(rows), tuple((letter, text) for text, letter in letters.items()), "; ".join(parts))

@@ -21,11 +21,8 @@ def rule_as_data(rule: Rule, keep: Callable[[Any], str]) -> dict[str, Any]:
     """A rule as plain data. `keep` stores an array (the numbers of an ensemble) and returns a name for it."""
     if rule.members != (rule,):
         return {"chain": [rule_as_data(member, keep) for member in rule.members]}
-    if type(rule).__name__ == "FromOptax":
-        raise StateError(
-            f"{rule!r} keeps a state of Optax, which a file of this library cannot hold; save the state as a pytree of JAX, "
-            "with Orbax"
-        )
+    if rule.unsaved is not None:
+        raise StateError(f"{rule!r} {rule.unsaved}")
     own = {} if type(rule).__module__.startswith("optimisers.") else {"own": True}  # one of the user's, whatever its name
     return {
         "rule": type(rule).__name__,

@@ -153,6 +153,7 @@ class FromOptax(Rule):
 
     options = ("transformation", "leaves")
     individual = ("leaves",)
+    unsaved = "keeps a state of Optax, which a file of this library cannot hold; save the state as a pytree of JAX, with Orbax"
 
     @property
     def slots(self) -> Mapping[str, Slot]:

@@ -1,6 +1,7 @@
 """PyTorch: a module, a rule and their state as a `torch.optim.Optimizer`, for loops, schedulers and trainers that expect one."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from operator import is_
@@ -294,6 +295,8 @@ class Optimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def __repr__(self) -> str:
+        with suppress(HyperparameterError):  # step tells what is wrong in param_groups
+            self._inner.state = self.op_state
         groups = [
             f"  {at}: {len(group['params'])} parameter{'s' * (len(group['params']) != 1)}, {rule!r}{self._inner.groups.apart(at)}"
             for at, (group, rule) in enumerate(zip(self.param_groups, self._inner.groups.rules, strict=True))

@@ -103,7 +103,8 @@ class Rule:
       the rule's only slot;
     - `store(xp, p, h)`: what goes into the model in place of the outcome;
     - `rank`: above 0 for a part that has to stand at the end of a chain, after all of a lower rank;
-    - `individual`: for a rule with `memory`, the hyperparameters in which parameters may differ all the same.
+    - `individual`: for a rule with `memory`, the hyperparameters in which parameters may differ all the same;
+    - `unsaved`: the reason why a file cannot hold its state, and what to do instead.
 
     Example:
         >>> import numpy as np
@@ -134,6 +135,7 @@ class Rule:
     load: ClassVar[Callable[..., Any] | None] = None
     store: ClassVar[Callable[..., Any] | None] = None
     individual: ClassVar[tuple[str, ...]] = ()
+    unsaved: ClassVar[str | None] = None
     kernel: ClassVar[Callable[..., Any] | None] = None
     measure: ClassVar[Callable[..., Any] | None] = None
     measured: ClassVar[Callable[..., Any] | None] = None
