@@ -144,7 +144,7 @@ def test_destructure_of_a_model_without_parameters() -> None:
 @pytest.mark.parametrize("shape", [(2,), (4,), (3, 1), ()])
 def test_a_vector_of_another_length_is_an_error(backend: Backend, shape: tuple[int, ...]) -> None:
     _, rebuild = op.destructure([backend.array([1.0, 2.0]), backend.array([3.0])])
-    with pytest.raises(ShapeError, match="the model has 3 parameters, but the vector has shape"):
+    with pytest.raises(ShapeError, match="the model has 3 elements, but the vector has shape"):
         rebuild(backend.array(np.ones(shape)))
 
 

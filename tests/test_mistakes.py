@@ -4,6 +4,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -80,17 +81,94 @@ def test_a_kernel_with_other_arguments_than_its_slots_is_refused() -> None:
             op.rule(kind)
 
 
-def test_a_kernel_that_forgets_a_slot_is_named() -> None:
-    @op.rule
-    class Forgetful(op.Rule):
-        slots = {"mu": op.LIKE}
+_MISTAKEN: dict[str, tuple[Any, str]] = {
+    "nothing": (lambda xp, g, p, h, mu: None, "returned 1 values; it returns the step and its slots"),
+    "no slot": (lambda xp, g, p, h, mu: g, "returned 1 values; it returns the step and its slots"),
+    "none for a slot": (lambda xp, g, p, h, mu: (g, None), "the kernel of Mistaken returned None for mu"),
+    "text": (lambda xp, g, p, h, mu: ("g", mu), "returned 'g' for the step"),
+    "a shape": (lambda xp, g, p, h, mu: (g[:, None], mu), r"returned shape \[2, 1\] for the step, which is of shape \[2\]"),
+    "a sum": (lambda xp, g, p, h, mu: (g / np.linalg.norm(g), mu), "other values than each alone.*apply"),
+    "a mean": (lambda xp, g, p, h, mu: (g, mu + xp.mean(g)), "other values than each alone.*apply"),
+    "a branch": (lambda xp, g, p, h, mu: (g if g > 0 else -g, mu), r"xp\.where\(condition, x, y\) chooses"),
+    "a scalar": (lambda xp, g, p, h, mu: (h.rate * g, mu), "asks for h.rate; the scalars of its rule are lr"),
+    "a function": (lambda xp, g, p, h, mu: (xp.sqr(g), mu), 'asks for xp.sqr; xp has abs, .*did you mean "sqrt"'),
+}
 
-        def kernel(xp: Any, g: Any, p: Any, h: Any, mu: Any) -> Any:
+
+@pytest.mark.parametrize("mistake", _MISTAKEN)
+def test_a_kernel_that_cannot_work_is_refused_before_any_step(mistake: str) -> None:
+    function, message = _MISTAKEN[mistake]
+
+    @op.rule
+    class Mistaken(op.Rule):
+        lr: op.Hyper = 0.1
+        slots = {"mu": op.LIKE}
+        kernel = function
+
+        def scalars(self, step: Any) -> dict[str, Any]:
+            return {"lr": self.lr}
+
+    with pytest.raises(HyperparameterError, match=message):
+        op.setup(op.Chain(op.ClipNorm(1.0), Mistaken()), {"w": np.ones(3)})
+
+
+def test_a_measure_returns_as_many_sums_as_it_says() -> None:
+    @op.rule
+    class Mistaken(op.Rule):
+        scope = "leaf"
+        sums = 2
+
+        def measure(xp: Any, g: Any, p: Any, h: Any) -> Any:
+            return xp.abs2(g)
+
+        def measured(xp: Any, h: Any, first: Any, second: Any) -> dict[str, Any]:
+            return {"ratio": first / second}
+
+        def kernel(xp: Any, g: Any, p: Any, h: Any) -> Any:
+            return h.ratio * g
+
+    with pytest.raises(HyperparameterError, match="measure of Mistaken returned 1 values, and it says sums = 2"):
+        op.setup(Mistaken(), {"w": np.ones(3)})
+
+
+@pytest.mark.parametrize("returned", [None, [0.1], {"lr": None}, {"lr": "0.1"}, {"lr": np.ones(3)}])
+def test_scalars_that_are_none_are_refused(returned: Any) -> None:
+    @op.rule
+    class Mistaken(op.Rule):
+        def scalars(self, step: Any) -> Any:
+            return returned
+
+        def kernel(xp: Any, g: Any, p: Any, h: Any) -> Any:
             return g
 
-    model = {"w": np.ones(2)}
-    with op.reference_only(), pytest.raises(HyperparameterError, match="returned 1 values; it returns the step and its slots"):
-        op.update(op.setup(Forgetful(), model), model, model)
+    with pytest.raises(HyperparameterError, match="scalars of Mistaken returned"):
+        op.setup(Mistaken(), {"w": np.ones(3)})
+
+
+@pytest.mark.parametrize("returned", [None, 1.0, (1.0, ()), (np.ones(2), (0.0,)), ("x", (0.0,))])
+def test_apply_returns_a_step_and_slots(returned: Any) -> None:
+    @op.rule
+    class Mistaken(op.Rule):
+        slots = {"mu": op.LIKE}
+
+        def apply(xp: Any, g: Any, p: Any, h: Any, slots: Any) -> Any:
+            return returned
+
+    model = {"w": np.ones(3)}
+    state = op.setup(Mistaken(), model)
+    with pytest.raises(HyperparameterError, match="apply of mistaken return"):
+        op.update(state, model, model)
+
+
+def test_a_kernel_for_another_library_is_not_judged() -> None:
+    @op.rule
+    class Foreign(op.Rule):
+        def kernel(xp: Any, g: Any, p: Any, h: Any) -> Any:
+            return g.at[...].set(g)
+
+    model = {"w": jnp.ones(3)}
+    _, model = op.update(op.setup(Foreign(), model), model, model)
+    assert model["w"].tolist() == [0, 0, 0]
 
 
 def test_what_a_rule_cannot_decide_is_refused() -> None:

@@ -506,7 +506,6 @@ def test_every_error_is_of_the_family_and_of_the_kind_one_expects() -> None:
         assert isinstance(caught.value, kind)
         assert not str(caught.value).startswith(("'", '"'))
     assert str(OptimiserError()) == ""
-    assert issubclass(StateError, ValueError)
 
 
 def test_replace_finds_the_slots_of_a_part_that_another_has_the_same_name_of() -> None:

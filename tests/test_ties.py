@@ -16,10 +16,6 @@ def _spellings(state: op.State) -> list[str]:
     return [str(path) for path in state]
 
 
-def _transposed(array: Any) -> Any:
-    return array.T
-
-
 # One object, several places -------------------------------------------------------------------------------------------
 
 

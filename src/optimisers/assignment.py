@@ -37,12 +37,13 @@ def check_kind(rule: Any, caller: str) -> None:
 
     **Raises** `HyperparameterError`.
     """
+    order = "; the rule comes first, then the model" if caller in ("setup", "layerwise") else ""
     if isinstance(rule, type) and issubclass(rule, Rule):
         raise HyperparameterError(f"{caller} takes a rule, not the class {rule.__name__}; call it: {rule.__name__}()")
     for key, each in rule.items() if isinstance(rule, Mapping) else ():
         if not isinstance(each, Rule):
             shown = repr(each) if len(repr(each)) < 40 else f"a {type(each).__name__}"
-            raise HyperparameterError(f"{key!r}: {shown} is not a rule; the rules come first, then the model")
+            raise HyperparameterError(f"{key!r}: {shown} is not a rule{order}")
     if type(rule).__module__.startswith("torch.optim") or getattr(rule, "__module__", "").startswith("torch.optim"):
         name = getattr(rule, "__name__", type(rule).__name__)
         raise HyperparameterError(
@@ -54,10 +55,7 @@ def check_kind(rule: Any, caller: str) -> None:
     if is_of_optax(rule):
         raise HyperparameterError(f"{caller} takes a rule, and this is a transformation of Optax; {FROM_OPTAX}")
     if not isinstance(rule, (Rule, Mapping)) and not callable(rule):
-        raise HyperparameterError(
-            f"{caller} takes a rule, a mapping of rules or a function, not {type(rule).__name__}; the rule comes first, "
-            "then the model"
-        )
+        raise HyperparameterError(f"{caller} takes a rule, a mapping of rules or a function, not {type(rule).__name__}{order}")
 
 
 def check_selectors(rule: RuleFor, records: Sequence[Parameter]) -> None:

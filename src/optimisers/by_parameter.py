@@ -12,10 +12,10 @@ from optimisers.errors import HyperparameterError, StateError
 from optimisers.model.layout import Parameter
 from optimisers.model.reading import parameters_of
 from optimisers.model.select import Selectable, as_selector, matching
-from optimisers.rules.base import Rule, member_names
+from optimisers.rules.base import Rule
 from optimisers.schedules import Scaled
 
-__all__ = ["depth_of", "depths_of", "layerwise", "no_decay"]
+__all__ = ["depths_of", "layerwise", "no_decay"]
 
 _FIRST = pattern(r"(^|[^a-z])(emb|wte|wpe|tok|patch|(pos|cls)($|[^a-z])|posit)")
 """A word, within a key, that speaks of an embedding."""
@@ -98,14 +98,9 @@ def _checked_depth(record: Parameter, depth: Callable[[Parameter], int | None] |
 
 
 def _scaled(rule: Rule, factor: float) -> Rule:
-    rated = [
-        (name, member.hyperparameters["lr"])
-        for name, member in zip(member_names(rule.members), rule.members, strict=True)
-        if "lr" in member.hyperparameters
-    ]
-    if not rated:
+    if rule.rate is None:
         raise HyperparameterError(f"{rule!r} has no learning rate")
-    name, lr = rated[-1]
+    name, lr = rule.rate
     return rule.adjusted(**{name: {"lr": Scaled(lr, factor) if callable(lr) else lr * factor}})
 
 

@@ -77,7 +77,8 @@ def compose(states: Mapping[Any, State], *, step: int | None = None) -> State:
         for member, values in state.memory.items():
             if not same_value(memory.setdefault(member, values), values):
                 raise StateError(
-                    f"{name}: {member} decides for the whole tree, and stands otherwise than in the others; reset one of them"
+                    f"{name}: {member} decides for the whole tree, and stands otherwise than in the others; take it out of each "
+                    "with replace, and put it back after compose: moments and counts stay"
                 )
     first = next(iter(parts.values()))
     whole = first.arranged(

@@ -108,7 +108,7 @@ def decide(jobs: list[Job], state: State) -> Any:
         if not waiting:
             return memory
         member = _next_for_all(waiting)
-        here = [job for job in waiting if job.front is member or (job.front and job.front.name == member.name)]
+        here = [job for job in waiting if job.front and job.front.name == member.name]
         if member.measure is not None:
             totals = [reduce(add, map(_total, parts)) for parts in zip(*(job.sums() for job in here), strict=True)]
             for job in here:

@@ -67,6 +67,8 @@ def value_and_grad(loss: Callable[..., Any], state: State, *, has_aux: bool = Fa
 
 
 def _remedy(live: list[Parameter], libraries: list[str]) -> str:
+    if not live:
+        return "thaw some first: state.thaw(…)"
     if len(libraries) < 2:
         return "take partition(state, model), and the gradient with respect to its parameters from a package that knows them"
     first, second = (next(record.path for record in live if record.library == each) for each in libraries[:2])
@@ -140,6 +142,10 @@ def _by_torch(loss: Callable[..., Any], params: dict[str, Any], has_aux: bool) -
         value = found[0] if has_aux else found
         if not isinstance(value, torch.Tensor):
             raise GradientError(f"the loss is a {type(value).__name__}, not a tensor; return it without .item() or float()")
+        if value.numel() != 1:
+            raise GradientError(f"the loss is of shape {list(value.shape)}, not one number; return its mean or its sum")
+        if value.is_inference():
+            raise GradientError("torch.inference_mode keeps no gradients; leave it before value_and_grad")
         asking = {name: tensor for name, tensor in params.items() if tensor.requires_grad}
         gradients = [None] * len(asking)
         if value.grad_fn is not None and asking:

@@ -77,6 +77,15 @@ def suggest(name: str, options: Iterable[str]) -> str:
     return f"; there are {shown}" + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
+def where(path: object) -> str:
+    """The spelling of a path in a message; of the empty one, what it stands for.
+
+    >>> where("a.b"), where("")
+    ('a.b', 'the model')
+    """
+    return str(path) or "the model"
+
+
 def listed(problems: Mapping[str, Sequence[str]]) -> str:
     """All that is wrong, by kind, in one line; of each kind the first few.
 

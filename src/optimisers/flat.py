@@ -53,7 +53,7 @@ def partition(state: State, model: Any) -> tuple[dict[str, Any], Callable[[Mappi
         seen = [(parameter.path, view.canonical[at], SAME), *seen_from.get(at, ())]
         seen = [each for each in seen if each[0] not in parameter.masked]
         if seen and not parameter.frozen:
-            sources[_name(seen[0][0], roots)] = _Source(parameter, seen[0][2], [each[1:] for each in seen])
+            sources[_name(seen[0][0], roots)] = _Source(seen[0][2], [each[1:] for each in seen])
     params = {name: view.leaves[source.places[0][0]] for name, source in sources.items()}
 
     def rebuild(new: Mapping[Any, Any]) -> Any:
@@ -64,6 +64,11 @@ def partition(state: State, model: Any) -> tuple[dict[str, Any], Callable[[Mappi
         missing = [name for name in sources if name not in new]
         if missing:
             raise GradientError(f'the mapping lacks the live parameter "{missing[0]}"')
+        for name, array in new.items():
+            shape = getattr(array, "shape", None)
+            if shape is None or tuple(shape) != tuple(params[name].shape):
+                found = f"a {type(array).__name__}" if shape is None else f"of shape {list(shape)}"
+                raise ShapeError(f'"{name}" is {found}, and the parameter of shape {list(params[name].shape)}')
         leaves = list(view.leaves)
         for name, source in sources.items():
             array = source.view.undo(new[name])
@@ -75,9 +80,8 @@ def partition(state: State, model: Any) -> tuple[dict[str, Any], Callable[[Mappi
 
 
 class _Source(NamedTuple):
-    """A live parameter, how its named occurrence is seen from it, and the places and views of all that are not masked."""
+    """Of a live parameter how its named occurrence is seen from it, and the places and views of all that are not masked."""
 
-    parameter: Parameter
     view: View
     places: list[tuple[int, View]]
 
@@ -109,8 +113,9 @@ def destructure(model: Any) -> tuple[Any, Callable[[Any], Any]]:
     total = sum(record.size for record, _ in found)
 
     def rebuild(vector: Any) -> Any:
-        if tuple(vector.shape) != (total,):
-            raise ShapeError(f"the model has {total} parameters, but the vector has shape {tuple(vector.shape)}")
+        if not hasattr(vector, "shape") or tuple(vector.shape) != (total,):
+            given = f"has shape {tuple(vector.shape)}" if hasattr(vector, "shape") else f"is a {type(vector).__name__}"
+            raise ShapeError(f"the model has {total} elements, but the vector {given}")
         new, at = list(leaves), 0
         for record, array in found:
             part = _like(vector[at : at + record.size], record, array)

@@ -10,7 +10,7 @@ import numpy as np
 from optimisers.backends.array_api import wide
 from optimisers.backends.arrays import compute_dtype, library_of, namespace_of
 from optimisers.backends.base import check_gradient, check_parameter
-from optimisers.errors import GradientError, suggest
+from optimisers.errors import GradientError, suggest, where
 from optimisers.model.layout import Layout, Parameter
 from optimisers.model.paths import Path
 from optimisers.model.reading import Opened
@@ -128,10 +128,10 @@ def _by_path(grads: Any, places: Collection[Path], *, alone: bool) -> dict[Path,
             branches = {Path(each[:depth]) for each in places for depth in range(len(each))}
         if path in branches:
             raise GradientError(
-                f"the gradients have {_kind(grad)} at {_shown(path)}, where the model has a branch; pass a tree like it, or None"
+                f'the gradients have {_kind(grad)} at "{where(path)}", where the model has a branch; pass a tree like it, or None'
             )
         raise GradientError(
-            f"the gradients have something at {_shown(path)}, the model has nothing there{suggest(str(path), map(str, places))}"
+            f'the gradients have something at "{where(path)}", the model has nothing there{suggest(str(path), map(str, places))}'
         )
     return found
 
@@ -170,10 +170,6 @@ def _cast(array: Any, dtype: str) -> Any:
 
 def _kind(value: Any) -> str:
     return f"a {type(value).__name__}"
-
-
-def _shown(path: Path) -> str:
-    return f'"{path}"' if path else "the root"
 
 
 def global_norm(grads: Any, state: State | None = None) -> Any:

@@ -13,7 +13,7 @@ from uuid import uuid4
 from optimisers.backends.arrays import dtype_name
 from optimisers.leaf import Leaf, bytes_of
 from optimisers.model.paths import Path
-from optimisers.text import letter_of, path_text, rows_text, size_of
+from optimisers.text import letter_of, path_text, rows_text, shape_text, size_of
 
 __all__ = ["tree"]
 
@@ -258,7 +258,7 @@ class _Page:
     def facts(self, shape: Sequence[int], dtype: str, letter: str, step: str, nbytes: int) -> str:
         """The cells of an array."""
         rule = _cell("rule", letter) if self.many else ""
-        sized = _cell("shape", " × ".join(map(str, shape)) or "scalar") + _cell("dtype", _text(dtype))
+        sized = _cell("shape", shape_text(shape)) + _cell("dtype", _text(dtype))
         return sized + rule + _cell("step", _text(step)) + _cell("bytes", size_of(nbytes))
 
     def address(self, path: Path) -> str:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,11 @@ class Leaf:
     frozen_rows: Runs
     ties: Mapping[Path, str]
     masked: frozenset[Path]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Views of dicts, which cannot be written, cannot be pickled either.
+        values = (getattr(self, each.name) for each in fields(self))
+        return Leaf, tuple([dict(value) if isinstance(value, Mapping) else value for value in values])
 
     def __repr__(self) -> str:
         notes = [f"slots={list(self.slots)}", f"step={self.step}"]

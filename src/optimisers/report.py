@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from optimisers.leaf import Leaf
 from optimisers.rules.base import Rule, member_names
 from optimisers.state import State, check_state
-from optimisers.text import letter_of, path_text, size_of
+from optimisers.text import letter_of, path_text, shape_text, size_of
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -160,6 +160,5 @@ def _member(rule: Rule, name: str) -> Rule:
 
 
 def _row(leaf: Leaf, rule: str, numbers: list[str]) -> tuple[str, ...]:
-    shape = " × ".join(map(str, leaf.shape)) or "scalar"
     last = str(leaf.step), size_of(leaf.nbytes), ", ".join(leaf.notes)
-    return path_text(leaf.path), shape, leaf.dtype, rule, *numbers, *last
+    return path_text(leaf.path), shape_text(leaf.shape), leaf.dtype, rule, *numbers, *last

@@ -205,6 +205,8 @@ class Joined(_Checked):
     boundaries: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        if not isinstance(self.schedules, (tuple, list)) or not isinstance(self.boundaries, (tuple, list)):
+            raise HyperparameterError("Joined takes a tuple of schedules, and a tuple of the steps at which the next begins")
         object.__setattr__(self, "schedules", tuple(map(_schedule, self.schedules)))
         found = [_whole(each) for each in self.boundaries]
         boundaries = [each for each in found if each is not None and each >= 0]
@@ -376,6 +378,9 @@ def one_cycle(peak: float, steps: int, warmup: float = 0.3, start_factor: float 
         raise HyperparameterError(f"one_cycle(warmup={warmup!r}): warmup is the share of the steps that rise, in [0, 1]")
     if (_whole(steps) or 0) < 1:
         raise HyperparameterError(f"one_cycle(steps={steps!r}): steps is a whole number of at least 1")
+    for name, value in (("peak", peak), ("start_factor", start_factor), ("stop_factor", stop_factor)):
+        if not _is_number(value):
+            raise HyperparameterError(f"one_cycle({name}={value!r}): {name} is a number")
     rise = max(1, int(warmup * steps))
     return Joined((Cosine(peak * start_factor, rise, peak), Cosine(peak, max(1, steps - rise), peak * stop_factor)), (rise,))
 

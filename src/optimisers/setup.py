@@ -1,17 +1,18 @@
 """Making a state: which parameters a model has, which rule each gets, which are frozen or tied."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 from warnings import warn
 
 from optimisers.assignment import RuleFor, assign, check_kind
 from optimisers.backends.arrays import itemsize_of, library_of, trainable_dtype
-from optimisers.errors import DtypeError, HyperparameterError, OptimiserWarning, PathError
+from optimisers.errors import DtypeError, OptimiserWarning, PathError
+from optimisers.model.layout import Parameter
+from optimisers.model.paths import Path
 from optimisers.model.reading import parameters_of
 from optimisers.model.select import Selectable, matching
 from optimisers.model.torch_nodes import is_idle
 from optimisers.model.trees import opened
-from optimisers.rules.base import Rule
 from optimisers.state import State, new_state
 
 __all__ = ["setup", "trainables"]
@@ -36,7 +37,7 @@ def setup(
     - `rule`: a rule; or a mapping selector -> rule, of which the first match wins; or a function from a `Parameter` to a rule.
     - `model`: any tree of arrays.
     - `trainable`: a selector; other arrays are no parameters at all.
-    - `frozen`: a selector; these parameters start frozen, and get no slots until they are thawed.
+    - `frozen`: a selector; these parameters start frozen, with all that is tied to them, and get no slots until they are thawed.
     - `ties`: further ties, which identity cannot show: (alias, path) or (alias, path, view), see `State.tie`.
     - `state_dtype`: the dtype of slots, in place of the parameter's (of float32, for half precision).
 
@@ -55,8 +56,6 @@ def setup(
         (['embed', 'head.bias'], {Path('head.weight'): 'transposed'})
     """
     check_kind(rule, "setup")
-    if isinstance(model, Rule):
-        raise HyperparameterError("setup takes the rule first, then the model")
     found = parameters_of(model)
     records = [record for record, _ in found]
     excluded = frozenset[Any]()
@@ -69,7 +68,8 @@ def setup(
             f"the model has no trainable parameter (no floating or complex array){_unopened(model)}", OptimiserWarning, stacklevel=2
         )
     rules, groups = assign(rule, records)
-    sleeping = set() if frozen is None else set(matching(records, frozen))
+    ties = _checked(ties)
+    sleeping = _all_tied(set() if frozen is None else set(matching(records, frozen)), records, ties)
     wish = None if state_dtype is None else _dtype(state_dtype)
     records = [
         record._replace(group=group, frozen=at in sleeping, state_dtype=wish)
@@ -78,8 +78,6 @@ def setup(
     arrays = {record.path: array for record, array in found}
     state = new_state(records, rules, excluded, {at for at, record in enumerate(records) if is_idle(arrays[record.path])})
     for tie in ties:
-        if isinstance(tie, str) or len(tie) not in (2, 3):
-            raise PathError(f"a tie is (alias, path) or (alias, path, view), not {tie!r}")
         state = state.tie(tie[0], tie[1], view=tie[2] if len(tie) == 3 else None)
     if any(program.started for program in state.layout.programs):
         state = state.with_started([arrays[path] for path in state], [at for at, own in enumerate(state.slots) if own is not None])
@@ -104,6 +102,26 @@ def _unopened(model: Any) -> str:
     """What a model without parameters holds that may be a container."""
     kinds = {type(leaf).__name__ for leaf in opened(model)[0] if library_of(leaf) is None and hasattr(leaf, "__dict__")}
     return f"; it holds {', '.join(sorted(kinds))}, which optimisers.register can open" if kinds else ""
+
+
+def _checked(ties: Any) -> list[tuple[Any, ...]]:
+    if isinstance(ties, str) or not isinstance(ties, Iterable):
+        raise PathError(f"ties is a list of (alias, path) or (alias, path, view), not {ties!r}")
+    found = list(ties)
+    for tie in found:
+        if not isinstance(tie, (tuple, list)) or len(tie) not in (2, 3):
+            raise PathError(f"a tie is (alias, path) or (alias, path, view), not {tie!r}")
+    return found
+
+
+def _all_tied(chosen: set[int], records: Sequence[Parameter], ties: list[tuple[Any, ...]]) -> set[int]:
+    """The numbers of some parameters, and of those that are about to be one with them."""
+    at = {path: number for number, record in enumerate(records) for path in record.paths}
+    # Twice, since of two that are tied to a third the second may be the one that is chosen.
+    for alias, path, *_ in (*ties, *ties):
+        both = {at[each] for each in (Path(alias), Path(path)) if each in at}
+        chosen = chosen | both if chosen & both else chosen
+    return chosen
 
 
 def _dtype(wish: Any) -> str:

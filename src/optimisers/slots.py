@@ -7,7 +7,8 @@ from optimisers.backends.arrays import slot_dtype
 from optimisers.backends.base import check_parameter
 from optimisers.backends.choose import backend_for
 from optimisers.backends.conversion import copied_as
-from optimisers.errors import StateError
+from optimisers.backends.trial import try_rule
+from optimisers.errors import ShapeError, StateError, where
 from optimisers.model.layout import Parameter
 from optimisers.rules.base import Rule, Slot
 from optimisers.rules.program import Program
@@ -24,12 +25,13 @@ __all__ = [
 def check_rule(rule: Rule, parameter: Parameter) -> None:
     """Check that a rule can train a parameter.
 
-    **Raises** `StateError`, naming the path.
+    **Raises** `StateError`, naming the path; `HyperparameterError` for a rule that cannot train any.
     """
     for member in rule.members:
+        try_rule(member)
         reason = member.refuses(parameter.shape, parameter.dtype)
         if reason is not None:
-            raise StateError(f"{parameter.path}: {type(member).__name__} cannot train it: {reason}")
+            raise StateError(f"{where(parameter.path)}: {type(member).__name__} cannot train it: {reason}")
 
 
 def fresh_slots(parameter: Parameter, program: Program) -> tuple[Any, ...]:
@@ -55,10 +57,18 @@ def with_started(slots: tuple[Any, ...], array: Any, parameter: Parameter, progr
         return slots
     check_parameter(parameter.path, parameter.shape, parameter.dtype, parameter.library, array, parameter.device)
     dtypes, made = slot_dtypes(parameter, program), list(slots)
+    owners = [member for member in program.members for _ in member.slots]
     for at in missing:
-        start = program.slots[at][1].start
-        assert start is not None
-        made[at] = copied_as(start(array), dtypes[at], parameter.library)
+        name, kind = program.slots[at]
+        assert kind.start is not None
+        started = kind.start(array)
+        shape = kind.shape(parameter.shape) if kind.shape else parameter.shape
+        found = getattr(started, "shape", None)
+        # A rule that acts on whole arrays knows what it makes of them.
+        if found is None or (tuple(found) != tuple(shape) and (kind.shape or owners[at].kernel)):
+            what = f"shape {list(found)}" if found is not None else repr(started)
+            raise ShapeError(f"{where(parameter.path)}: the slot {name} starts as {what}; give it an array of shape {list(shape)}")
+        made[at] = copied_as(started, dtypes[at], parameter.library)
     return tuple(made)
 
 

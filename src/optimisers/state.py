@@ -9,11 +9,11 @@ from optimisers import pytree
 from optimisers.assignment import RuleFor, check_kind, check_selectors, chooser
 from optimisers.backends.arrays import device_of
 from optimisers.backends.conversion import copied
-from optimisers.errors import HyperparameterError, ModelError, PathError, StateError, suggest
+from optimisers.errors import HyperparameterError, ModelError, PathError, StateError, suggest, where
 from optimisers.leaf import Leaf, line_of, same_leaf, same_value
 from optimisers.model import rewrite
 from optimisers.model.layout import Layout, Parameter
-from optimisers.model.paths import Path
+from optimisers.model.paths import Path, branches
 from optimisers.model.select import Selectable, as_selector, matching
 from optimisers.model.ties import SAME, View
 from optimisers.rules.base import Rule, member_names
@@ -167,21 +167,13 @@ class State:
             parameters.append(alone)
             slots.append(own)
         if not parameters:
-            raise PathError(f'the state has nothing at "{branch}"{suggest(str(branch), self._places())}')
+            raise PathError(f'the state has nothing at "{branch}"{suggest(str(branch), branches(self.layout.index))}')
         excluded, detached = (
             frozenset(path.below(branch) for path in paths if path.startswith(branch))
             for paths in (self.layout.excluded, self.detached)
         )
         counters = (*self.counters, 0)
         return self.arranged(parameters, slots, rules=rules, counters=counters, excluded=excluded, detached=detached)
-
-    def _places(self) -> set[str]:
-        return {
-            str(Path(path[:depth]))
-            for parameter in self.layout.parameters
-            for path in parameter.paths
-            for depth in range(1, len(path) + 1)
-        }
 
     # Who trains -------------------------------------------------------------------------------------------------------
 
@@ -357,6 +349,7 @@ class State:
         if isinstance(selector, Rule):
             raise HyperparameterError("replace takes a rule, or a selector and a rule, in this order")
         check_kind(rule, "replace")
+        check_single(self)
         chosen, choose = matching(self.layout.parameters, selector), chooser(rule)  # type: ignore[arg-type]
         check_selectors(rule, [self.layout.parameters[at] for at in chosen])  # type: ignore[arg-type]
         rules, parameters = list(self.rules), list(self.layout.parameters)
@@ -389,6 +382,7 @@ class State:
 
         **Raises** `PathError` when nothing matches.
         """
+        check_single(self)
         chosen = matching(self.layout.parameters, selector)
         parameters, slots = list(self.layout.parameters), list(self.slots)
         for at in chosen:
@@ -403,6 +397,7 @@ class State:
 
         **Raises** `PathError` when nothing matches; `StateError` when a selected parameter is live.
         """
+        check_single(self)
         chosen = matching(self.layout.parameters, selector)
         parameters, slots = list(self.layout.parameters), list(self.slots)
         if selector == "**":
@@ -410,7 +405,7 @@ class State:
         for at in chosen:
             if not parameters[at].frozen:
                 raise StateError(
-                    f"{parameters[at].path} is live, and a live parameter needs its slots; freeze it first, or reset it"
+                    f"{where(parameters[at].path)} is live, and a live parameter needs its slots; freeze it first, or reset it"
                 )
             parameters[at] = parameters[at]._replace(counter=len(self.counters))
             slots[at] = None
@@ -607,9 +602,9 @@ def check_state(value: Any, caller: str) -> None:
     **Raises** `ModelError`.
     """
     if not isinstance(value, State):
-        raise ModelError(
-            f"{caller} takes a State, as setup makes one, and not {type(value).__name__}; mind the order of the arguments"
-        )
+        held = isinstance(getattr(value, "op_state", None), State)
+        hint = "give its op_state" if held else "mind the order of the arguments"
+        raise ModelError(f"{caller} takes a State, as setup makes one, and not {type(value).__name__}; {hint}")
 
 
 def check_single(state: State, where: str = "") -> None:

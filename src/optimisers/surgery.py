@@ -1,25 +1,26 @@
 """A state for a model that has changed."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from optimisers.assignment import RuleFor, check_kind, chooser
 from optimisers.backends.conversion import converted, copied
-from optimisers.errors import PathError, ShapeError, StateError
+from optimisers.errors import OptimiserError, PathError, ShapeError, StateError
 from optimisers.model.layout import Alias, Parameter
 from optimisers.model.paths import Path
 from optimisers.model.reading import equal_values, parameters_of
-from optimisers.model.renaming import Rename, renamer
+from optimisers.model.renaming import Rename, check_targets, renamer
 from optimisers.model.rewrite import rows_seen
 from optimisers.model.select import Selectable, as_selector, matching
 from optimisers.model.ties import SAME, View, rows_through, shape_through
-from optimisers.model.torch_nodes import is_idle
+from optimisers.model.torch_nodes import is_idle, is_module
 from optimisers.rules.base import Rule
 from optimisers.rules.numbers import join, split
 from optimisers.rules.program import program_of
 from optimisers.rules.values import is_traced
-from optimisers.slots import check_rule, fresh_slots, slot_dtypes, with_started
+from optimisers.slots import carried, check_rule, fresh_slots, slot_dtypes, with_started
 from optimisers.state import State, check_single, check_state, check_unspent
 from optimisers.text import path_text
 
@@ -122,7 +123,8 @@ def adapt(
     **Returns** the new state and an `Adapted` that says what became of each parameter.
 
     **Raises** `PathError` for names that match nothing, or two old parameters that get one name; `StateError` when a new parameter
-    lacks a rule, or frozen rows are no rows any more; and as `setup` does for a model that cannot be read.
+    lacks a rule, or frozen rows are no rows any more; `ShapeError` for a policy that is none, `HyperparameterError` for what is no
+    rule; and as `setup` does for a model that cannot be read.
 
     Example:
         >>> import numpy as np, optimisers as op
@@ -139,7 +141,9 @@ def adapt(
     """
     check_state(state, "adapt")
     check_unspent(state)
-    return Adapting(state, parameters_of(model), rename, resize, rule).done()
+    found = parameters_of(model)
+    check_targets(rename, (path for record, _ in found for path in record.paths))
+    return Adapting(state, found, rename, resize, rule).done()
 
 
 class _Source(NamedTuple):
@@ -183,6 +187,8 @@ class Adapting:
         self.found = [self._rooted(*each) for each in self._with_old_ties(found)]
         self.policy = _policies(resize, [record for record, _ in self.found])
         self.rules: list[Rule] = list(state.rules)
+        self.groups = {each.key: at for at, each in enumerate(state.rules)}
+        """The number of each rule among them."""
         self.users: dict[int, Path] = {}
         """For each old parameter the first new one that goes on from it."""
         self.merged: set[int] = set()
@@ -199,7 +205,10 @@ class Adapting:
                     continue
                 other = sources.setdefault(new, _Source(at, path, view))
                 if other.at != at:
-                    raise PathError(f"rename: {other.path} and {path} would both be called {new}; give them names of their own")
+                    raise PathError(
+                        f"rename: {other.path} and {path} would both be called {new}; give them names of their own, or None to one "
+                        "that goes"
+                    )
         return sources
 
     def _with_old_ties(self, found: list[tuple[Parameter, Any]]) -> list[tuple[Parameter, Any]]:
@@ -216,7 +225,7 @@ class Adapting:
         merged: list[tuple[Parameter, Any] | None] = list(found)
         for number, (record, array) in enumerate(found):
             hit = next(iter(self._hits(record)), None)
-            if record.library == "torch" or hit is None:
+            if hit is None or any(map(is_module, record.owners)):
                 continue
             other = first[hit[1].at]
             stays = merged[other]
@@ -310,6 +319,7 @@ class Adapting:
         path, source = hits[0]
         for other, also in hits[1:]:
             if also.at != source.at:
+                _check_one_wish(self.old.parameters[source.at], self.old.parameters[also.at])
                 self.report["tied"][other] = path
                 self.merged.add(also.at)
         old, view = self.old.parameters[source.at], _seen(hits[0], record)
@@ -325,12 +335,13 @@ class Adapting:
         value = self._value(record, array, old.path, view)
         self.carried.append((record, value))
         rule = self.old.rules[old.group]
-        own = rule if shape == record.shape and view == SAME else rule.rule_for(record.shape, record.dtype)
+        alike = shape == record.shape and view == SAME
+        own = rule if alike and record.dtype == old.dtype else self._resolved(rule, old, record)
         if self.rule is not None and any(member.refuses(record.shape, record.dtype) for member in own.members):
             return self._starts(record, array, old, f"{own!r} cannot train it any more", value)
         check_rule(own, record)
         program = self.old.layout.programs[old.group]
-        if own is not rule and program_of(own) != program:
+        if not alike and program_of(own) != program:
             return self._starts(record, array, old, f"its rule is {own!r} now", value)
         if view != SAME and self.old.slots[source.at] and any(kind.shape for _, kind in program.slots):
             reason = f"it is seen {view} now, and slots of another shape than its own cannot be"
@@ -338,7 +349,7 @@ class Adapting:
         for old_path, new in self._moved(record, source.at):
             self.report["renamed"][old_path] = new
         new = record._replace(
-            group=self._group(own, old.group),
+            group=old.group if own is rule else self._group(own),
             counter=old.counter,
             frozen=old.frozen,
             frozen_rows=_rows(old, view, record),
@@ -374,26 +385,36 @@ class Adapting:
         masked = frozenset(path for path in map(self.new_name, self.old.parameters[at].masked) if path is not None)
         return masked & {*record.paths}
 
-    def _group(self, rule: Rule, old: int) -> int:
-        if rule is self.old.rules[old]:
-            return old
-        self.rules.append(rule)
-        return len(self.rules) - 1
+    def _resolved(self, rule: Rule, old: Parameter, record: Parameter) -> Rule:
+        """The rule for what a parameter is now. One that is given, and would choose this very rule for it before, chooses again."""
+        new = rule.rule_for(record.shape, record.dtype)
+        if self.rule is not None and record.dtype != old.dtype:
+            with suppress(OptimiserError):  # it may be for new parameters alone
+                choose = chooser(self.rule)
+                new = choose(record) if choose(record._replace(dtype=old.dtype)).key == rule.key else new
+        kinds = dict(program_of(rule).slots)
+        return rule if any(kinds.get(name, kind) != kind for name, kind in program_of(new).slots) else new
+
+    def _group(self, rule: Rule) -> int:
+        if self.groups.setdefault(rule.key, len(self.rules)) == len(self.rules):
+            self.rules.append(rule)
+        return self.groups[rule.key]
 
     def _slots(self, at: int, view: View, record: Parameter, array: Any, *, first: bool, asleep: bool) -> tuple[Any, ...] | None:
         """The slots that go on, as the new parameter is seen; copies, unless they can be the old ones."""
         old, own = self.old.parameters[at], self.old.slots[at]
         if own is None:
             return None if record.frozen or asleep else self._fresh(record, array)
-        fresh: tuple[Any, ...] | None = None
-        program = self.old.layout.programs[old.group]
+        program, before = program_of(self.rules[record.group]), self.old.layout.programs[old.group]
         same_place = (record.library, record.device, record.dtype, record.shape) == (old.library, old.device, old.dtype, old.shape)
         if view == SAME and same_place and first and self.values is None:
             return own
         slots = []
-        for slot, (_, kind), dtype in zip(own, program.slots, slot_dtypes(record, program), strict=True):
+        fresh: tuple[Any, ...] | None = None
+        for slot, (_, kind), dtype in zip(carried(before, own, program), program.slots, slot_dtypes(record, program), strict=True):
             if slot is None:
-                slots.append(None)
+                fresh = self._fresh(record, array) if fresh is None else fresh
+                slots.append(fresh[len(slots)])
                 continue
             whole = tuple(slot.shape) == old.shape
             seen = view.apply(slot) if whole else slot
@@ -402,7 +423,7 @@ class Adapting:
             if turned and tuple(seen.shape) == shape:
                 slots.append(converted(seen, dtype, record.library, record.device))
                 continue
-            fresh = with_started(fresh_slots(record, program), array, record, program) if fresh is None else fresh
+            fresh = self._fresh(record, array) if fresh is None else fresh
             start = fresh[len(slots)]
             fits = turned and len(seen.shape) == len(shape)
             slots.append(_overlaid(start, converted(seen, dtype, record.library, None), record) if fits else start)
@@ -421,12 +442,9 @@ class Adapting:
         if old is not None and self.rule is not None and any(each.refuses(record.shape, record.dtype) for each in rule.members):
             rule = chooser(self.rule)(record)
         check_rule(rule, record)
-        group = next((at for at, each in enumerate(self.rules) if each is rule or each.key == rule.key), len(self.rules))
-        if group == len(self.rules):
-            self.rules.append(rule)
         wishes = {each.state_dtype for each in self.old.parameters}
         wish = old.state_dtype if old is not None else wishes.pop() if len(wishes) == 1 else None
-        new = record._replace(group=group, counter=len(self.old.counters), state_dtype=wish)
+        new = record._replace(group=self._group(rule), counter=len(self.old.counters), state_dtype=wish)
         if old is not None:
             at = self.old.layout.index[old.path]
             view = _seen(self._hits(record)[0], record)
@@ -441,6 +459,16 @@ class Adapting:
         if len(rules) != 1:
             raise StateError(f"{record.path} is new, and the state has {len(rules)} rules; say which is for new parameters: rule=…")
         return next(iter(rules.values())).rule_for(record.shape, record.dtype)
+
+
+def _check_one_wish(stays: Parameter, goes: Parameter) -> None:
+    """Check that of two parameters that are one now both are frozen, or both are live.
+
+    **Raises** `StateError`.
+    """
+    if stays.frozen != goes.frozen:
+        one, other = (stays.path, goes.path) if stays.frozen else (goes.path, stays.path)
+        raise StateError(f"{one} is frozen and {other} is not, and the model has one parameter for both; freeze or thaw both first")
 
 
 def _seen(hit: tuple[Path, _Source], record: Parameter) -> View:

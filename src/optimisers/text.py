@@ -1,16 +1,25 @@
 """Words for a person: sizes, what is particular about a parameter, what stands for a rule."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from optimisers.backends.rows import Runs
 
-__all__ = ["letter_of", "notes_of", "path_text", "rows_text", "size_of"]
+__all__ = ["letter_of", "notes_of", "path_text", "rows_text", "shape_text", "size_of"]
 
 
 def path_text(path: object) -> str:
     """The spelling of a path; of the empty one, what it stands for."""
     return str(path) or "(the model)"
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    """The axes of an array.
+
+    >>> shape_text((2, 3)), shape_text(())
+    ('2 × 3', 'scalar')
+    """
+    return " × ".join(map(str, shape)) or "scalar"
 
 
 def rows_text(rows: Runs, of: int) -> str:

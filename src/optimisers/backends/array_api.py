@@ -1,9 +1,8 @@
 """The reference backend: any array library, and NumPy in blocks that stay in cache."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from importlib import import_module
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,13 +16,14 @@ from optimisers.backends.arrays import (
     real_dtype,
     trainable_dtype,
 )
-from optimisers.backends.base import Batch, check, columns_of
+from optimisers.backends.base import Batch, Scalars, check, columns_of
 from optimisers.backends.namespace import Namespace, namespace
 from optimisers.backends.rows import element_ranges, row_mask
 from optimisers.errors import HyperparameterError
-from optimisers.rules.program import Program
+from optimisers.rules.program import Member, Program
 
 __all__ = [
+    "check_shapes",
     "derive",
     "moved",
     "prepare",
@@ -111,7 +111,7 @@ def derive(batch: Batch, member: int, totals: Sequence[Any]) -> None:
     """Add the scalars that a member derives from sums: numbers for all rows of the table alike, or one for each."""
     form, columns = batch.program.members[member], batch.scalars[member]
     assert form.measured is not None
-    h = SimpleNamespace(**{name: np.array(values) for name, values in columns.items()})
+    h = Scalars(**{name: np.array(values) for name, values in columns.items()})
     with np.errstate(all="ignore"):
         values = form.measured(namespace(np), h, *(np.asarray(total) for total in totals))
     columns |= columns_of(values, batch.rows)
@@ -170,7 +170,7 @@ def run(batch: Batch, length: int, *, step: bool) -> tuple[list[Any], list[tuple
             if batch.prepared:
                 _run_numpy(batch, at, program, h, step)
             else:
-                new[at], new_slots[at] = _run_array(batch, at, program, h, step)
+                new[at], new_slots[at] = _run_array(batch, at, h, step)
     return (finish_numpy(batch, step) if batch.prepared else new), new_slots
 
 
@@ -199,7 +199,7 @@ def _store(target: np.ndarray, value: Any, rows: np.ndarray | None) -> None:
         target[rows] = np.broadcast_to(value, target.shape)[rows]
 
 
-def _run_array(batch: Batch, at: int, program: Program, h: list[Any], step: bool) -> tuple[Any, tuple[Any, ...]]:
+def _run_array(batch: Batch, at: int, h: list[Any], step: bool) -> tuple[Any, tuple[Any, ...]]:
     ((xp, g, p, old),) = _pieces(batch, at, whole=True)
     given: list[Any] = [batch.params[at], batch.grads[at], p, g, *old]
     p, new = moved(batch, at, xp, g, p, h, old, step)
@@ -260,19 +260,44 @@ def through(batch: Any, at: int, xp: Namespace, g: Any, p: Any, h: list[Any], sl
     for k, (member, span, scalars) in enumerate(zip(program.members, program.spans, h, strict=False)):
         if member.apply_tree is not None:
             g, new[span] = batch.outcomes[k][at]
-        elif member.apply is not None:
-            g, out = member.apply(xp, g, p, scalars, tuple(slots[span]))
-            new[span] = out
-        elif member.kernel is not None:
-            out = member.kernel(xp, g, p, scalars, *slots[span])
-            parts = out if isinstance(out, tuple) else (out,)
-            if len(parts) != 1 + len(member.slots):
-                slot_names = [name for name, _ in member.slots]
-                raise HyperparameterError(
-                    f"the kernel of {member.name} returned {len(parts)} values; it returns the step and its slots {slot_names}"
-                )
-            g, *new[span] = parts
+        elif member.apply is not None or member.kernel is not None:
+            g, new[span] = stepped(member, xp, g, p, scalars, slots[span])
     return g, p, new
+
+
+def stepped(member: Member, xp: Namespace, g: Any, p: Any, h: Any, slots: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """What one member makes of a gradient, and its new slots.
+
+    **Raises** `HyperparameterError` for something else than a step and as many slots as there are.
+    """
+    names = [name for name, _ in member.slots]
+    if member.apply is not None:
+        returned = member.apply(xp, g, p, h, tuple(slots))
+        if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], (tuple, list))):
+            raise HyperparameterError(f"apply of {member.name} returns the step, and a tuple of its slots {names}")
+        who, parts = f"apply of {member.name}", (returned[0], *returned[1])
+    else:
+        assert member.kernel is not None
+        returned = member.kernel(xp, g, p, h, *slots)
+        who, parts = f"the kernel of {member.name}", returned if isinstance(returned, tuple) else (returned,)
+    if len(parts) != 1 + len(names):
+        raise HyperparameterError(f"{who} returned {len(parts)} values; it returns the step and its slots {names}")
+    if member.apply is not None:
+        check_shapes(who, dict(zip(["the step", *names], parts, strict=True)), [g, *slots])
+    return parts[0], list(parts[1:])
+
+
+def check_shapes(who: str, parts: Mapping[str, Any], like: Sequence[Any]) -> None:
+    """Check that what was returned are numbers, or arrays of the shapes of what was given.
+
+    **Raises** `HyperparameterError`.
+    """
+    for (name, part), given in zip(parts.items(), like, strict=True):
+        shape = () if isinstance(part, (int, float, complex)) else getattr(part, "shape", None)
+        if shape is None:
+            raise HyperparameterError(f"{who} returned {part!r} for {name}")
+        if shape not in ((), given.shape):
+            raise HyperparameterError(f"{who} returned shape {list(shape)} for {name}, which is of shape {list(given.shape)}")
 
 
 def _pieces(batch: Batch, at: int, whole: bool) -> Iterator[tuple[Namespace, Any, Any, list[Any]]]:

@@ -9,13 +9,14 @@ import numpy as np
 
 from optimisers.backends.arrays import device_of, dtype_name, library_of, trainable_dtype
 from optimisers.backends.rows import Runs
-from optimisers.errors import DtypeError, GradientError, HyperparameterError, ModelError, ShapeError
+from optimisers.errors import DtypeError, GradientError, HyperparameterError, ModelError, ShapeError, where
 from optimisers.rules.program import Program
 from optimisers.rules.values import is_traced
 
 __all__ = [
     "Backend",
     "Batch",
+    "Scalars",
     "check",
     "check_gradient",
     "check_parameter",
@@ -140,22 +141,21 @@ def check_parameter(path: Any, shape: tuple[int, ...], dtype: str, library: str,
     remedy = "call adapt(state, model) for the changed model"
     found = library_of(param)
     if found is None:
-        raise ModelError(f"{_at(path)}: the state has a parameter here, but the model holds {_kind(param)}; {remedy}")
+        raise ModelError(f"{where(path)}: the state has a parameter here, but the model holds {_kind(param)}; {remedy}")
     if found != library and library == "numpy" and is_traced(param):
         raise ModelError(
-            f"{_at(path)}: the state was made for a NumPy array, and jax.jit makes one of JAX of it; make the model of JAX arrays "
-            "before setup: jax.tree.map(jnp.asarray, model)"
+            f"{where(path)}: the state was made for a NumPy array, and jax.jit makes one of JAX of it; make the model of JAX "
+            "arrays before setup: jax.tree.map(jnp.asarray, model)"
         )
     if found != library:
-        raise ModelError(f"{_at(path)}: the state was made for a {library} array, but the model holds a {found} array; {remedy}")
+        raise ModelError(f"{where(path)}: the state was made for a {library} array, but the model holds a {found} array; {remedy}")
     if tuple(param.shape) != shape:
-        raise ModelError(f"{_at(path)}: the state was made for shape {shape}, but the model holds {tuple(param.shape)}; {remedy}")
+        raise ModelError(f"{where(path)}: the state was made for shape {shape}, but the model holds {tuple(param.shape)}; {remedy}")
     if dtype_name(param) != dtype:
-        raise ModelError(f"{_at(path)}: the state was made for {dtype}, but the model holds {dtype_name(param)}; {remedy}")
+        raise ModelError(f"{where(path)}: the state was made for {dtype}, but the model holds {dtype_name(param)}; {remedy}")
     if library == "torch" and device is not None and device_of(param, library) != device:
         raise ModelError(
-            f"{_at(path)}: the state was made on {device}, but the model is on {device_of(param, library)}; move it "
-            "back, or make a state for the moved model"
+            f"{where(path)}: the state was made on {device}, but the model is on {device_of(param, library)}; {remedy}"
         )
 
 
@@ -163,28 +163,24 @@ def check_gradient(path: Any, shape: tuple[int, ...], dtype: str, library: str, 
     """Check that a gradient can serve a parameter."""
     found = "numpy" if isinstance(grad, np.generic) else library_of(grad)
     if getattr(getattr(grad, "dtype", None), "names", None) == ("float0",):
-        raise DtypeError(f"{_at(path)}: the gradient is float0, JAX's for what has no derivative; pass None for it")
+        raise DtypeError(f"{where(path)}: the gradient is float0, JAX's for what has no derivative; pass None for it")
     if found is None:
-        raise GradientError(f"{_at(path)}: the gradient is {_kind(grad)}, not an array; pass an array or None")
+        raise GradientError(f"{where(path)}: the gradient is {_kind(grad)}, not an array; pass an array or None")
     if found != library:
-        raise GradientError(f"{_at(path)}: the gradient is a {found} array, the parameter a {library} array; convert it")
+        raise GradientError(f"{where(path)}: the gradient is a {found} array, the parameter a {library} array; convert it")
     if tuple(grad.shape) != shape:
-        raise ShapeError(f"{_at(path)}: the gradient has shape {tuple(grad.shape)}, the parameter {shape}; they must be equal")
+        raise ShapeError(f"{where(path)}: the gradient has shape {tuple(grad.shape)}, the parameter {shape}; they must be equal")
     if str(getattr(grad, "layout", "torch.strided")) != "torch.strided":
         raise GradientError(
-            f"{_at(path)}: the gradient is sparse; make it dense, as with Embedding(sparse=False) or grad.to_dense()"
+            f"{where(path)}: the gradient is sparse; make it dense, as with Embedding(sparse=False) or grad.to_dense()"
         )
     if library == "torch" and device is not None and device_of(grad, library) != device:
-        raise GradientError(f"{_at(path)}: the gradient is on {device_of(grad, library)}, the parameter on {device}; move it")
+        raise GradientError(f"{where(path)}: the gradient is on {device_of(grad, library)}, the parameter on {device}; move it")
     name = dtype_name(grad)
     if not trainable_dtype(name):
-        raise DtypeError(f"{_at(path)}: the gradient has dtype {name}; a gradient is floating or complex, convert it")
+        raise DtypeError(f"{where(path)}: the gradient has dtype {name}; a gradient is floating or complex, convert it")
     if name.startswith("complex") and not dtype.startswith("complex"):
-        raise DtypeError(f"{_at(path)}: the gradient is {name}, the parameter {dtype}; take the real part of the gradient")
-
-
-def _at(path: Any) -> str:
-    return str(path) or "the model"
+        raise DtypeError(f"{where(path)}: the gradient is {name}, the parameter {dtype}; take the real part of the gradient")
 
 
 def _kind(value: Any) -> str:

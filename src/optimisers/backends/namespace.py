@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from optimisers.backends.arrays import array_beside, dtype_name, numpy_dtype
+from optimisers.errors import HyperparameterError, suggest
 
 __all__ = ["NAMESPACES", "Namespace", "namespace"]
 
@@ -31,6 +32,12 @@ class Namespace:
         self.vecdot = library.vecdot
         self.sum = library.sum
         self.mean = library.mean
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        known = [each for each in dir(self) if not each.startswith("_")]
+        raise HyperparameterError(f"a kernel asks for xp.{name}; xp has {', '.join(known)}{suggest(name, known)}")
 
     def _complex(self, x: Any) -> bool:
         return dtype_name(x).startswith("complex") if hasattr(x, "dtype") else isinstance(x, complex)

@@ -35,7 +35,6 @@ __all__ = [
     "sums",
     "sums_in_one_pass",
     "watch",
-    "work_of",
     "zeros",
 ]
 
@@ -63,7 +62,7 @@ def _read_addresses(
     """Read the data addresses of arrays; returns how many could be read before one was not as expected."""
     at = 0
     for i in range(objects.shape[0]):
-        fields = carray(pointer(objects[i]), 9, np.int64)
+        fields = carray(pointer(objects[i]), _OBJECT_FIELDS, np.int64)
         if fields[1] != kind or fields[7] != dtype:
             return i
         if fields[3] & 0xFFFFFFFF != dims[i] or fields[8] & flags != flags:
@@ -140,7 +139,7 @@ def fuses(program: Program, dtypes: tuple[str, ...]) -> bool:
 
 def prepare(batch: Batch) -> None:
     """Read the addresses of all arrays; arrays that cannot be used as they are (strided, read-only, cast) are copied."""
-    expected = work_of(batch).expected
+    expected = _work_of(batch).expected
     addresses = np.empty((2 + len(batch.slot_dtypes), len(batch.params)), np.int64)
     fine = expected.read(batch.grads, batch.dtype, addresses[1], writeable=False)
     fine = expected.read(batch.params, batch.dtype, addresses[0], writeable=batch.in_place) and fine
@@ -157,7 +156,7 @@ def prepare(batch: Batch) -> None:
 
 def _read_slots(batch: Batch, expected: _Expected, addresses: np.ndarray) -> bool:
     """The addresses of the slots: kept as long as the slots are the same objects."""
-    key = work_of(batch)
+    key = _work_of(batch)
     if key in batch.addresses:
         addresses[2:] = batch.addresses[key]
         return True
@@ -194,7 +193,7 @@ def sums_in_one_pass(batch: Batch, member: int) -> Sequence[np.ndarray] | None:
     function = _function(batch, member + 1, "measure")
     if function is None:
         return None
-    addresses, chunks, table = batch.prepared.addresses, work_of(batch).chunks, _table(batch, member + 1)
+    addresses, chunks, table = batch.prepared.addresses, _work_of(batch).chunks, _table(batch, member + 1)
     parts = np.zeros((batch.program.members[member].sums, len(chunks)))
     _share(chunks, lambda first, last: function(addresses, table, chunks, first, last, parts))
     return [np.bincount(chunks[:, 0], part, minlength=len(batch.params)) for part in parts]
@@ -205,7 +204,7 @@ def run_in_one_pass(batch: Batch, length: int, *, step: bool) -> bool:
     function = _function(batch, length, "step" if step else "hold")
     if function is None:
         return False
-    addresses, chunks, table = batch.prepared.addresses, work_of(batch).chunks, _table(batch, length)
+    addresses, chunks, table = batch.prepared.addresses, _work_of(batch).chunks, _table(batch, length)
     if not step or batch.watched is None:
         _share(chunks, lambda first, last: function(addresses, table, chunks, first, last))
         return True
@@ -223,7 +222,7 @@ def watch(batch: Batch, length: int) -> bool:
     return True
 
 
-def work_of(batch: Batch) -> "_Work":
+def _work_of(batch: Batch) -> "_Work":
     """What a batch is, whatever its arrays."""
     if "work" not in batch.kept:
         batch.kept["work"] = _Work(_Expected(batch.shapes), _chunks(batch))

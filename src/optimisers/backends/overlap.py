@@ -1,11 +1,11 @@
-"""Memory that a step is about to write while others still read it: gradients that lie in parameters (that of a·b is b)."""
+"""Memory that a step is about to write while others still read it: gradients that lie in parameters (that of a·b is b) or slots."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from optimisers.backends.arrays import memory_of
+from optimisers.backends.arrays import WRITABLE, memory_of
 from optimisers.backends.base import Batch
 from optimisers.errors import TieError
 
@@ -13,12 +13,12 @@ __all__ = ["untangle"]
 
 
 def untangle(batches: Sequence[Batch]) -> None:
-    """Copy the gradients of prepared batches that lie in the memory of parameters, of any of them.
+    """Copy the gradients of prepared batches that lie in the memory of parameters, of any of them, or are slots.
 
-    **Raises** `TieError` when two parameters lie in one place.
+    **Raises** `TieError` when two parameters lie in one place, or one where a slot does.
     """
     # Arrays of other libraries cannot be written.
-    batches = [batch for batch in batches if batch.library in ("numpy", "torch")]
+    batches = [batch for batch in batches if batch.library in WRITABLE]
     if not batches or (all(batch.library == "numpy" for batch in batches) and _own_their_memory(batches)):
         return
     extents = [_written(batch) for batch in batches]
@@ -29,8 +29,15 @@ def untangle(batches: Sequence[Batch]) -> None:
     ends = np.maximum.accumulate(ends)
     if (ends[:-1] > starts[1:]).any():
         _check_apart(batches, order, starts)
+    held = frozenset[int]().union(*(_held(batch)[1] for batch in batches))
+    for batch, (lows, _) in zip(batches, extents, strict=True):
+        if not held.isdisjoint(lows.tolist()):
+            at = next(at for at, low in enumerate(lows.tolist()) if low in held)
+            raise TieError(f"{batch.paths[at]} lies in the memory of a slot, which the step writes; give the model a copy of it")
     for batch in batches:
         lows, highs = _read(batch)
+        for at in [] if held.isdisjoint(lows.tolist()) else [at for at, low in enumerate(lows.tolist()) if low in held]:
+            _copy_gradient(batch, at)
         # How far the parameters reach that start before a gradient ends.
         before = np.searchsorted(starts, highs)
         reaching = np.concatenate([[-1], ends])[before] > lows
@@ -56,13 +63,26 @@ def _check_apart(batches: Sequence[Batch], order: np.ndarray, starts: np.ndarray
 
 
 def _own_their_memory(batches: Sequence[Batch]) -> bool:
-    """Whether no array is a view, nor a parameter and a gradient one object. Quick to tell for NumPy."""
+    """Whether no array is a view, nor two of parameters, gradients and slots one object. Quick to tell for NumPy."""
     written = {id(param) for batch in batches for param in batch.params}
-    return all(
-        written.isdisjoint(map(id, batch.grads))
+    held = frozenset[int]().union(*(_held(batch)[0] for batch in batches)) if len(batches) > 1 else _held(batches[0])[0]
+    return held.isdisjoint(written) and all(
+        written.isdisjoint(read := list(map(id, batch.grads)))
+        and held.isdisjoint(read)
         and not any(getattr(each, "base", None) is not None for each in batch.params + batch.grads)
         for batch in batches
     )
+
+
+def _held(batch: Batch) -> tuple[frozenset[int], frozenset[int]]:
+    """The identities of the slots of a batch, and where they start. They stay from one step to the next."""
+    known = batch.addresses.get(id(batch.kept))
+    if known is None or known[0] is not batch.kept:
+        slots = [slot for own in batch.slots for slot in own]
+        starts = _extents(slots, batch, None, 0)[0] if slots else np.empty(0, np.int64)
+        known = batch.kept, frozenset(map(id, slots)), frozenset(starts[starts != 0].tolist())
+        batch.addresses[id(batch.kept)] = known
+    return known[1:]
 
 
 def _written(batch: Batch) -> tuple[np.ndarray, np.ndarray]:

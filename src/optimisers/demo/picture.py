@@ -59,8 +59,9 @@ def _losses(axes: Axes, training: Training, entropy: float) -> None:
         )
 
 
-def _smooth(losses: np.ndarray, weight: float = 0.9) -> np.ndarray:
+def _smooth(losses: np.ndarray) -> np.ndarray:
     """The running mean that forgets, without its bias towards zero at the start."""
+    weight = 0.9
     mean, total, smooth = 0.0, 0.0, []
     for each in losses:
         mean, total = weight * mean + (1 - weight) * each, weight * total + (1 - weight)

@@ -12,10 +12,11 @@ from optimisers.backends.conversion import converted
 from optimisers.errors import ModelError, PathError, StateError, listed
 from optimisers.files.document import described, extra_of, path_of, paths_of, read, restored, slot_names, spelled
 from optimisers.files.tensors import Contents, write
+from optimisers.model.jax_nodes import is_key, key_like, key_numbers
 from optimisers.model.layout import Parameter
 from optimisers.model.paths import Path
 from optimisers.model.reading import open_with, parameters_of
-from optimisers.model.renaming import Rename, plain_names
+from optimisers.model.renaming import Rename, check_targets, plain_names
 from optimisers.model.ties import shape_through
 from optimisers.model.torch_nodes import is_parameter
 from optimisers.model.trees import buffers_of, opened
@@ -88,11 +89,11 @@ def save(file: "str | os.PathLike[str]", state: State, model: Any = None, *, ext
 
 
 def _others(state: State | None, model: Any) -> Iterator[tuple[Path, Any]]:
-    """The arrays of a model that are no parameters of a state, with their paths."""
+    """The arrays of a model that are no parameters of a state, with their paths; of keys for random numbers their own numbers."""
     leaves, structure = opened(model)
     for path, leaf in zip(structure.paths, leaves, strict=True):
         if library_of(leaf) is not None and (state is None or path not in state.layout.index):
-            yield path, leaf
+            yield path, key_numbers(leaf) if is_key(leaf) else leaf
     yield from buffers_of(model).items()
 
 
@@ -126,7 +127,8 @@ def load(
     **Returns** a `Loaded`: the state, the model, a report, and what else the run kept.
 
     **Raises** `StateError` for a file that is damaged, of a later schema, or does not fit, with all that is missing, unexpected or
-    of another shape by path; `OSError` for one that cannot be read. Nothing has changed then.
+    of another shape by path; `PathError`, `ShapeError` and `HyperparameterError` as `adapt` does; `OSError` for one that cannot be
+    read. Nothing has changed then.
 
     Example: see `save`.
     """
@@ -143,6 +145,7 @@ def load(
     places = {path for record, _ in found for path in record.paths} | {path for path, _ in _others(None, model)}
     values = _values(contents)
     names = [*values, *({} if contents.document is None else paths_of(contents.document))]
+    check_targets(rename, places)
     new_name = plain_names(rename, names, places)
     there = _renamed(values, new_name)
     if contents.document is None:
@@ -307,6 +310,9 @@ def _put(model: Any, parameters: Iterable[tuple[Parameter, Any]], others: Mappin
 
     for path, value in others.items():
         old = buffers[path] if path in buffers else leaves[at[path]]
+        if is_key(old):
+            new[at[path]] = key_like(old, value)
+            continue
         library = library_of(old) or "numpy"
         put(path, old, converted(value, dtype_name(old), library, device_of(old, library)))
     for record, value in parameters:

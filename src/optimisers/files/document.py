@@ -19,7 +19,6 @@ from optimisers.slots import slot_dtypes
 from optimisers.state import State
 
 __all__ = [
-    "SCHEMA",
     "described",
     "extra_of",
     "path_of",
@@ -32,7 +31,7 @@ __all__ = [
     "spelled",
 ]
 
-SCHEMA = 2
+_SCHEMA = 2
 _MIGRATIONS: Mapping[int, Callable[[dict[str, Any]], dict[str, Any]]] = {1: lambda document: {**document, "extra": None}}
 """From each older schema to the next: what a document of it lacks."""
 
@@ -117,7 +116,7 @@ def described(state: State, extra: Any = None) -> tuple[dict[str, Any], dict[str
             }
         )
     document = {
-        "schema": SCHEMA,
+        "schema": _SCHEMA,
         "step": step,
         "counters": counters,
         "rules": rules,
@@ -207,9 +206,9 @@ def _migrated(document: Any, file: Any) -> Mapping[str, Any]:
     schema = document.get("schema") if isinstance(document, Mapping) else None
     if not isinstance(schema, int) or isinstance(schema, bool) or schema < 1:
         raise StateError(f"{file}: the document in it has no schema that could be read")
-    if schema > SCHEMA:
-        raise StateError(f"{file} is of schema {schema}, and this library reads up to {SCHEMA}; update it")
-    for older in range(schema, SCHEMA):
+    if schema > _SCHEMA:
+        raise StateError(f"{file} is of schema {schema}, and this library reads up to {_SCHEMA}; update it")
+    for older in range(schema, _SCHEMA):
         document = {**_MIGRATIONS[older](dict(document)), "schema": older + 1}
     return document
 

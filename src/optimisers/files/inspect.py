@@ -13,7 +13,7 @@ from optimisers.model.paths import Path
 from optimisers.model.renaming import plain_names, renamer
 from optimisers.model.ties import shape_through
 from optimisers.report import Summary
-from optimisers.text import letter_of, notes_of, size_of
+from optimisers.text import letter_of, notes_of, path_text, shape_text, size_of
 
 __all__ = ["contents_of", "diff", "misfits", "rename", "shown"]
 
@@ -104,10 +104,10 @@ def shown(found: Mapping[str, Any]) -> Summary:
         letter = letters.setdefault(entry["rule"], letter_of(len(letters)))
         ties = dict.fromkeys(entry["ties"], "same")
         notes = notes_of(entry["shape"], entry["frozen"], entry["frozen_rows"], ties, entry["masked"])
-        shape = " × ".join(map(str, entry["shape"]))
-        rows.append((entry["path"], shape, entry["dtype"], letter, str(entry["step"]), size_of(entry["bytes"]), ", ".join(notes)))
+        name, shape = path_text(entry["path"]), shape_text(entry["shape"])
+        rows.append((name, shape, entry["dtype"], letter, str(entry["step"]), size_of(entry["bytes"]), ", ".join(notes)))
     for name, each in found["arrays"].items():
-        rows.append((name, " × ".join(map(str, each["shape"])), each["dtype"], "", "", size_of(each["bytes"]), "no parameter"))
+        rows.append((name, shape_text(each["shape"]), each["dtype"], "", "", size_of(each["bytes"]), "no parameter"))
     totals = found["totals"]
     many = "s" * (totals["parameters"] != 1)
     parts = [f"{totals['parameters']:,} parameter{many}, {totals['elements']:,} elements"] if found["parameters"] else []
@@ -217,11 +217,13 @@ def misfits(file: "str | os.PathLike[str]", model: "str | os.PathLike[str]") -> 
 def rename(file: "str | os.PathLike[str]", out: "str | os.PathLike[str]", names: Mapping[Any, Any]) -> dict[str, str]:
     """Write a file whose parameters and other arrays have other names, as `adapt(rename=…)` takes them. Returns what was renamed.
 
-    **Raises** `PathError` for names that match nothing, or two that become one.
+    **Raises** `PathError` for names that match nothing, or two that become one; `StateError` for a file without a state.
     """
     contents = read(file)
     document = contents.document
-    entries = [] if document is None else document["parameters"]
+    if document is None:
+        raise StateError(f"{file} holds no state of this library; its names are changed as it is loaded: load(…, rename=…)")
+    entries = document["parameters"]
     slots = {
         slot_name(entry["path"], slot): (entry["path"], slot)
         for entry in entries
@@ -229,7 +231,7 @@ def rename(file: "str | os.PathLike[str]", out: "str | os.PathLike[str]", names:
         if slot is not None
     }
     places = {Path(name) for name in contents.arrays if name not in slots and not name.startswith("/")}
-    places |= set(() if document is None else paths_of(document))
+    places |= set(paths_of(document))
     change = renamer(names, places)
     taken: dict[Path, Path] = {}
     for path in sorted(places, key=str):
@@ -251,8 +253,6 @@ def rename(file: "str | os.PathLike[str]", out: "str | os.PathLike[str]", names:
     for name, array in contents.arrays.items():
         owner, slot = slots.get(name, (name, None))
         arrays[named(owner) if slot is None else slot_name(named(owner), slot)] = array
-    if document is None:
-        raise StateError(f"{file} holds no state of this library; its names are changed as it is loaded: load(…, rename=…)")
     parameters = [
         {
             **entry,

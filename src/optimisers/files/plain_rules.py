@@ -18,7 +18,10 @@ _SCHEDULES = {name: getattr(schedules, name) for name in schedules.__all__ if is
 
 
 def rule_as_data(rule: Rule, keep: Callable[[Any], str]) -> dict[str, Any]:
-    """A rule as plain data. `keep` stores an array (the numbers of an ensemble) and returns a name for it."""
+    """A rule as plain data. `keep` stores an array (the numbers of an ensemble) and returns a name for it.
+
+    **Raises** `StateError` for a rule whose state no file can hold.
+    """
     if rule.members != (rule,):
         return {"chain": [rule_as_data(member, keep) for member in rule.members]}
     if rule.unsaved is not None:

@@ -24,6 +24,8 @@ def replacing(file: "str | os.PathLike[str]") -> Iterator[str]:
     target = File(os.path.realpath(file))  # a link stays one
     if target.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(file))
+    if target.exists() and not target.is_file():
+        raise OSError(errno.EINVAL, "this is a device or a pipe, and not a file that can be replaced", str(file))
     if not target.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, "there is no such folder", str(target.parent))
     # Names of files have a limit, which that of the file may reach alone.

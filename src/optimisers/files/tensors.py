@@ -58,7 +58,8 @@ def write(file: "str | os.PathLike[str]", arrays: Mapping[str, Any], document: M
     The file is written under another name in the same folder, flushed to the disk and renamed, so the old one is there until the
     new one is whole.
 
-    **Raises** `DtypeError` for an array that safetensors cannot hold, naming it; `OSError` as writing does.
+    **Raises** `DtypeError` for an array that safetensors cannot hold, naming it; `StateError` for a name that it keeps for itself;
+    `OSError` as writing does.
     """
     from safetensors import TensorSpec, serialize_file
 

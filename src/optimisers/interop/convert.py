@@ -104,6 +104,10 @@ def _read(
     return _read_torch(file, model, kind, names, which)
 
 
+_MODELS = ("state_dict", "model", "model_state_dict")
+"""Under what programs keep the values of a model beside its optimizer."""
+
+
 def _read_torch(file: Any, model: Any, kind: str | None, names: Sequence[str] | None, which: int | None) -> _Found:
     from optimisers.interop.torch_checkpoints import optimizer_in, read_checkpoint
     from optimisers.interop.torch_import import from_torch
@@ -126,10 +130,13 @@ def _read_torch(file: Any, model: Any, kind: str | None, names: Sequence[str] | 
                 "which the optimizer was given them (--names)"
             )
         values = _everywhere(inside.state, {name: _as_torch(each) for name, each in inside.values.items()})
-    elif isinstance(held.get("state_dict"), Mapping):
-        values = {name: each for name, each in held["state_dict"].items() if hasattr(each, "dtype")}
+    elif (key := next((each for each in _MODELS if isinstance(held.get(each), Mapping)), None)) is not None:
+        values = {name: each for name, each in held[key].items() if hasattr(each, "dtype")}
     else:
-        raise StateError(f"{file} holds an optimizer alone; give a file with the values of its model, too (--model)")
+        raise StateError(
+            f"{file} holds an optimizer, and no values of its model under {' or '.join(map(repr, _MODELS))}; give a file with "
+            "them, too (--model)"
+        )
     values = _named(file, values)
     return _Found(from_torch(optimizer, _tree(values), kind=kind, names=names, step=step), _spelled(values))
 

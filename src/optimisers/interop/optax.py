@@ -14,6 +14,7 @@ from optimisers.backends.arrays import compute_dtype, library_of
 from optimisers.errors import HyperparameterError, ModelError, StateError
 from optimisers.rules.base import Rule, Slot
 from optimisers.rules.decorator import rule
+from optimisers.rules.values import is_of_optax
 from optimisers.setup import setup
 from optimisers.update import update
 
@@ -220,7 +221,7 @@ def from_optax(transformation: Any) -> FromOptax:
         >>> sorted(state["w"].slots)
         ['count', 'mu', 'nu']
     """
-    if not (callable(getattr(transformation, "init", None)) and callable(getattr(transformation, "update", None))):
+    if not is_of_optax(transformation):
         raise HyperparameterError(f"from_optax takes an optax.GradientTransformation, not {type(transformation).__name__}")
     form = _Transformation(transformation.init, transformation.update)
     return FromOptax(form, over_tree=not _each_alone(form))

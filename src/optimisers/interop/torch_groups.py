@@ -164,6 +164,7 @@ class Groups:
         """Stand in another order, with other rules."""
         self.members = [self.members[at] for at in order]
         self.owner = {path: order.index(at) for path, at in self.owner.items()}
+        self.seen, self.moving = [self.seen[at] for at in order], {order.index(at) for at in self.moving}
         self.rules, self.own, self._parts = list(rules), dict(own), None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -187,7 +188,7 @@ def _keys(rule: Rule) -> dict[str, tuple[str, str]]:
         if not isinstance(value, Rule)
     ]
     counts = Counter(name for _, name in places)
-    rate = next((place for place in reversed(places) if place[1] == "lr"), None)
+    rate = None if rule.rate is None else (rule.rate[0], "lr")
     alone = {place for place in places if (counts[place[1]] == 1 or place == rate) and place[1] not in RESERVED}
     return {place[1] if place in alone else ".".join(place): place for place in places}
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from optimisers.model.paths import BOXED
 
-__all__ = ["apart", "is_nnx_module", "is_node", "is_variable", "trains"]
+__all__ = ["apart", "is_key", "is_nnx_module", "is_node", "is_variable", "key_like", "key_numbers", "trains"]
 
 
 def is_node(value: Any) -> bool:
@@ -34,6 +34,22 @@ def is_nnx_module(kind: type) -> bool:
     """Whether a type is a module of Flax NNX."""
     nnx = sys.modules.get("flax.nnx")
     return nnx is not None and issubclass(kind, nnx.Pytree)
+
+
+def is_key(array: Any) -> bool:
+    """Whether an array holds keys of JAX's random numbers, such as the one that a Dropout of Flax keeps."""
+    return str(getattr(array, "dtype", "")).startswith("key<")
+
+
+def key_numbers(keys: Any) -> Any:
+    """The whole numbers that keys consist of."""
+    return sys.modules["jax"].random.key_data(keys)
+
+
+def key_like(keys: Any, numbers: Any) -> Any:
+    """Keys of the kind of others, of such numbers."""
+    random = sys.modules["jax"].random
+    return random.wrap_key_data(sys.modules["jax"].numpy.asarray(numbers), impl=random.key_impl(keys))
 
 
 def apart(node: Any) -> tuple[Mapping[Hashable, Any], Callable[[Mapping[Hashable, Any]], Any]]:

@@ -9,7 +9,7 @@ from typing import Self
 
 from optimisers.errors import PathError
 
-__all__ = ["BOXED", "Path", "Pattern"]
+__all__ = ["BOXED", "Path", "Pattern", "branches"]
 
 _INTEGER = re.compile(r"-?(0|[1-9][0-9]*)")
 _PLAIN = re.compile(r'[^\s."*?/\\\[\]]+')
@@ -50,6 +50,8 @@ class Path(tuple[Hashable, ...]):
             return super().__new__(cls, _parsed(keys))
         if isinstance(keys, int):
             return super().__new__(cls, (keys,))
+        if not isinstance(keys, Iterable):
+            raise PathError(f"{keys!r} is no path; a path is text, such as 'layers.0.weight', or a tuple of keys")
         return super().__new__(cls, keys)
 
     def __str__(self) -> str:
@@ -168,6 +170,15 @@ def _tokens(spelling: str) -> list[str]:
             raise PathError(f"cannot read the path {spelling!r} at character {end}: keys are separated by dots")
         at = end + 1
     return tokens
+
+
+def branches(paths: Iterable[Path]) -> set[str]:
+    """The spellings of some paths and of all that encloses them.
+
+    >>> sorted(branches([Path("a.b.c")]))
+    ['a', 'a.b', 'a.b.c']
+    """
+    return {str(Path(path[:depth])) for path in paths for depth in range(1, len(path) + 1)}
 
 
 def _end(spelling: str, at: int) -> int:

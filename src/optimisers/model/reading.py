@@ -5,7 +5,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from optimisers.backends.arrays import device_of, dtype_name, library_of, trainable_dtype
-from optimisers.errors import ModelError, TieError, suggest
+from optimisers.errors import ModelError, TieError, suggest, where
 from optimisers.model.layout import Alias, Layout, Parameter
 from optimisers.model.paths import Path
 from optimisers.model.ties import View, find_ties, same_memory
@@ -17,6 +17,7 @@ from optimisers.rules.values import is_traced
 __all__ = ["Opened", "equal_values", "open_with", "parameters_of"]
 
 _STRUCTURES = 8
+_CHANGED = "call adapt(state, model) for the changed model"
 
 
 def parameters_of(model: Any) -> list[tuple[Parameter, Any]]:
@@ -66,7 +67,7 @@ def _check_values(found: Sequence[tuple[Path, Any]]) -> None:
             if type(error).__name__ != "UnexpectedTracerError":
                 raise
             raise ModelError(
-                f"{_shown(path)} is a traced array that was kept from a jax.jit, grad or vmap which is over; return the model from "
+                f"{where(path)} is a traced array that was kept from a jax.jit, grad or vmap which is over; return the model from "
                 "the function instead of storing it on the side"
             ) from error
 
@@ -165,23 +166,19 @@ def _find(layout: Layout, structure: Structure, leaves: list[Any]) -> _Places:
         for path in parameter.paths:
             if path not in at:
                 hint = suggest(str(path), map(str, structure.paths))
-                raise ModelError(f"the state has a parameter at {_shown(path)}, the model has nothing there{hint}")
+                raise ModelError(f'the state has a parameter at "{where(path)}", the model has nothing there{hint}; {_CHANGED}')
     for place, leaf in enumerate(leaves):
         path = structure.paths[place]
         if _trains(leaf) and structure.occurrences[place].trains and path not in layout.index and path not in layout.excluded:
             raise ModelError(
-                f"the model has a parameter at {_shown(path)} that the state does not know; call adapt(state, model) for the "
-                "changed model, or leave it out with setup(trainable=…)"
+                f'the model has a parameter at "{where(path)}" that the state does not know; {_CHANGED}, or leave it out with '
+                "setup(trainable=…)"
             )
     canonical = tuple(at[parameter.path] for parameter in layout.parameters)
     aliases = tuple((k, at[alias.path], alias.view) for k, parameter in enumerate(layout.parameters) for alias in parameter.aliases)
     taken = {*canonical, *(place for _, place, _ in aliases)}
     others = tuple((place, type(leaf)) for place, leaf in enumerate(leaves) if place not in taken and not _trains(leaf))
     return _Places(structure, canonical, picker(canonical), aliases, others)
-
-
-def _shown(path: Path) -> str:
-    return f'"{path}"'
 
 
 def equal_values(a: Any, b: Any) -> bool:

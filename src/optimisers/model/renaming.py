@@ -1,11 +1,11 @@
 """Renaming paths: by a mapping of branches or regular expressions, or by a function."""
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeAlias
 
 from optimisers.errors import PathError, suggest
-from optimisers.model.paths import Path
+from optimisers.model.paths import Path, branches
 from optimisers.model.torch_nodes import without_shells
 
 __all__ = ["Rename", "plain_names", "renamer"]
@@ -29,21 +29,21 @@ def renamer(rename: Rename, paths: Collection[Path]) -> Callable[[Path], Path | 
         return lambda path: _as_path(rename(path), path)
     if not isinstance(rename, Mapping):
         raise PathError(f"rename is a mapping of paths or a function, not {type(rename).__name__}")
-    branches = {Path(key): value for key, value in rename.items() if not isinstance(key, re.Pattern)}
-    if len(branches) < sum(not isinstance(key, re.Pattern) for key in rename):
+    renamed = {Path(key): value for key, value in rename.items() if not isinstance(key, re.Pattern)}
+    if len(renamed) < sum(not isinstance(key, re.Pattern) for key in rename):
         raise PathError("rename: two of the keys are one path")
     patterns = [(key, value) for key, value in rename.items() if isinstance(key, re.Pattern)]
-    for branch in branches:
+    for branch in renamed:
         if not any(path.startswith(branch) for path in paths):
-            raise PathError(f'rename: no parameter stands at or below "{branch}"{suggest(str(branch), _branches(paths))}')
+            raise PathError(f'rename: no parameter stands at or below "{branch}"{suggest(str(branch), branches(paths))}')
     for pattern, _ in patterns:
         if not any(pattern.search(str(path)) for path in paths):
             raise PathError(f"rename: no path matches the regular expression {pattern.pattern!r}")
 
     def new_name(path: Path) -> Path | None:
         for depth in range(len(path), -1, -1):
-            if path[:depth] in branches:
-                branch = _as_path(branches[Path(path[:depth])], path)
+            if path[:depth] in renamed:
+                branch = _as_path(renamed[Path(path[:depth])], path)
                 return None if branch is None else Path((*branch, *path[depth:]))
         for pattern, new in patterns:
             if pattern.search(str(path)):
@@ -51,6 +51,24 @@ def renamer(rename: Rename, paths: Collection[Path]) -> Callable[[Path], Path | 
         return path
 
     return new_name
+
+
+def check_targets(rename: Any, places: Iterable[Path]) -> None:
+    """Check that the model has something at or below each new name that is said for a branch.
+
+    **Raises** `PathError`, naming the nearest.
+    """
+    if not isinstance(rename, Mapping):
+        return
+    there = branches(places)
+    for old, new in rename.items():
+        if isinstance(old, re.Pattern) or not isinstance(new, (str, tuple)) or new in ("", ()):
+            continue
+        if str(Path(new)) not in there:
+            raise PathError(
+                f'rename: "{old}" becomes "{Path(new)}", where the model has nothing (None is for what goes)'
+                f"{suggest(str(Path(new)), there)}"
+            )
 
 
 def _replaced(pattern: re.Pattern[Any], new: Any, path: Path) -> str:
@@ -66,10 +84,6 @@ def _as_path(new: Any, old: Path) -> Path | None:
     if not isinstance(new, (str, int, tuple)) or isinstance(new, bool):
         raise PathError(f'rename: "{old}" becomes {new!r}, which is no path')
     return Path(new)
-
-
-def _branches(paths: Collection[Path]) -> set[str]:
-    return {str(Path(path[:depth])) for path in paths for depth in range(1, len(path) + 1)}
 
 
 def plain_names(rename: Rename, names: Collection[Path], places: Collection[Path]) -> Callable[[Path], Path | None]:

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from optimisers.backends.rows import Runs, mask_of, runs_of
-from optimisers.errors import ShapeError, StateError, TieError
+from optimisers.errors import ShapeError, StateError, TieError, where
 from optimisers.model.layout import Alias, Parameter
 from optimisers.model.paths import Path
 from optimisers.model.ties import SAME, View, named_view, rows_through, shape_through
@@ -33,6 +33,11 @@ def tied(goes: Parameter, alias: Path, stays: Parameter, path: Path, view: str |
         raise TieError(f"{alias} has shape {goes.shape}, which is not {how} {path}: {stays.shape}{hint}")
     if (goes.dtype, goes.library) != (stays.dtype, stays.library):
         raise TieError(f"{alias} is {goes.library} {goes.dtype}, but {path} is {stays.library} {stays.dtype}; convert one of them")
+    if goes.frozen != stays.frozen:
+        one, other = (alias, path) if goes.frozen else (path, alias)
+        raise TieError(f"{one} is frozen and {other} is not, and they would be one parameter; freeze or thaw both first")
+    if goes.frozen_rows and goes.frozen_rows != stays.frozen_rows:
+        raise TieError(f"rows of {alias} are frozen, which {path} lacks; thaw them first, and freeze those of {path}")
     if goes.aliases and seen != SAME:
         raise TieError(f"{alias} has ties of its own, so it can only be tied as it is; tie {path} to it instead")
     aliases = (*stays.aliases, Alias(alias, seen, goes.owners), *goes.aliases)
@@ -45,7 +50,7 @@ def untied(parameter: Parameter, path: Path) -> tuple[Parameter, Parameter, View
     **Raises** `TieError` where there is nothing to untie.
     """
     if not parameter.aliases:
-        raise TieError(f"{path} is not tied to anything")
+        raise TieError(f"{where(path)} is not tied to anything")
     if path == parameter.path:
         others = " or ".join(str(alias.path) for alias in parameter.aliases)
         raise TieError(f"{path} is the canonical path of its parameter; untie {others}")
@@ -102,7 +107,7 @@ def with_rows(parameter: Parameter, rows: Any, *, frozen: bool) -> Parameter:
     **Raises** `ShapeError` for rows that do not fit.
     """
     if not parameter.shape:
-        raise ShapeError(f"{parameter.path} has no rows: it has no axes")
+        raise ShapeError(f"{where(parameter.path)} has no rows: it has no axes")
     size = parameter.shape[0]
     chosen = np.zeros(size, bool)
     try:

@@ -12,15 +12,14 @@ from optimisers.model.nodes import NAMESPACE, TRAINABLE, open_types, rebuilding
 from optimisers.model.paths import BOXED, Path
 from optimisers.model.torch_nodes import buffers, declared, is_module
 
-__all__ = ["Occurrence", "Structure", "buffers_of", "flatten", "opened"]
+__all__ = ["Structure", "buffers_of", "flatten", "opened"]
 
 _MEMORY_OF_STRUCTURES = 256
 
 
 class Occurrence(NamedTuple):
-    """One place in a model, as it was opened."""
+    """What encloses one place in a model."""
 
-    path: Path
     owners: tuple[type, ...]
     """The types of the nodes that enclose it, outermost first."""
     trains: bool
@@ -37,7 +36,6 @@ class Structure:
         paths = [tuple(map(_key, each)) for each in spec.accessors()] if fields else spec.paths()
         boxes = any(BOXED in path for path in paths)
         self.paths = [Path([key for key in path if key is not BOXED] if boxes else path) for path in paths]
-        self._occurrences: list[Occurrence] | None = None
 
     def leaves_of(self, model: Any) -> list[Any] | None:
         """The leaves of a model that has this structure, or `None`. Ten times as fast as opening it anew.
@@ -79,21 +77,19 @@ class Structure:
                 specs += spec.children()
         return types
 
-    @property
+    @cached_property
     def occurrences(self) -> list[Occurrence]:
-        """Every leaf's place, in traversal order."""
-        if self._occurrences is None:
-            self._occurrences = [Occurrence(path, *place) for path, place in zip(self.paths, self._places(), strict=True)]
-        return self._occurrences
+        """For each leaf what encloses it, in traversal order."""
+        return list(self._occurrences())
 
-    def _places(self) -> Iterator[tuple[tuple[type, ...], bool]]:
-        """For each leaf the types that enclose it, and whether they let it train. Leaves of one node share a tuple."""
+    def _occurrences(self) -> Iterator[Occurrence]:
+        # Leaves of one node share a tuple.
         stack: list[tuple[optree.PyTreeSpec, tuple[type, ...], bool, bool]] = [(self.spec, (), True, True)]
         while stack:
             spec, owners, trains, bare = stack.pop()
             kind = spec.type
             if kind is None:
-                yield owners, trains and bare
+                yield Occurrence(owners, trains and bare)
                 continue
             # In a module of Flax NNX an array trains in a variable alone.
             bare = is_variable(kind) or (bare and not is_nnx_module(kind))

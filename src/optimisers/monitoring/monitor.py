@@ -2,11 +2,13 @@
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 
+from optimisers.backends.arrays import WRITABLE
 from optimisers.errors import ModelError, OptimiserWarning, StateError
 from optimisers.gradients import gather
 from optimisers.model.layout import Layout
@@ -79,6 +81,7 @@ class Monitor:
         if self._file is not None:
             self._file.ready()
             self.recording = Recording(self._file.samples())
+        self._attached: WeakSet[Any] = WeakSet()
         self._begun = False
         # The probe, with the copies that it keeps from sample to sample.
         self._probe: State | None = None
@@ -88,7 +91,7 @@ class Monitor:
         return f"Monitor({file}every={self.every}, {self.recording!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "writer": None, "_probe": None}
+        return {**vars(self), "writer": None, "_probe": None, "_attached": WeakSet()}
 
     # Steps ------------------------------------------------------------------------------------------------------------
 
@@ -179,7 +182,9 @@ class Monitor:
 
         The gradients are those that the step leaves behind in `.grad`, so a closure may compute them.
 
-        **Returns** a handle whose `remove()` ends it. **Raises** `ModelError` for any other optimizer.
+        **Returns** a handle whose `remove()` ends it.
+
+        **Raises** `ModelError` for any other optimizer, `StateError` for one that it is attached to already.
 
         Example:
             >>> import torch, optimisers as op
@@ -200,6 +205,9 @@ class Monitor:
                 f"attach takes an optimisers.interop.torch_optim.Optimizer, not {type(optimizer).__name__}; where a trainer has "
                 "put one into a shell, attach to what is inside"
             )
+        if optimizer in self._attached:
+            raise StateError("this monitor is attached to this optimizer already; remove() of the handle ends that")
+        self._attached.add(optimizer)
         before: list[tuple[State, State]] = []
 
         def hold(optimizer: Any, *_: Any) -> None:
@@ -222,7 +230,8 @@ class Monitor:
                     self._record(state, optimizer.op_state, optimizer.module, probe, gradients, squares)
             before.clear()
 
-        return Attached(optimizer.register_step_pre_hook(hold), optimizer.register_step_post_hook(add))
+        hooks = (optimizer.register_step_pre_hook(hold), optimizer.register_step_post_hook(add))
+        return Attached(lambda: self._attached.discard(optimizer), *(hook.remove for hook in hooks))
 
     # Samples ----------------------------------------------------------------------------------------------------------
 
@@ -252,7 +261,7 @@ class Monitor:
 
     def _keep(self, probe: State) -> None:
         # Arrays that were held as they are would live on.
-        self._probe = probe if {*probe.layout.libraries} <= {"numpy", "torch"} else None
+        self._probe = probe if {*probe.layout.libraries} <= {*WRITABLE} else None
 
     def _add(self, state: State, number: int, stepped: Sequence[int], squares: np.ndarray, rates: np.ndarray) -> None:
         sample = sample_of(state, number, stepped, squares, rates)
@@ -270,13 +279,13 @@ class Monitor:
 class Attached:
     """A monitor's hold on an optimizer; `remove()` ends it."""
 
-    def __init__(self, *handles: Any) -> None:
-        self._handles = handles
+    def __init__(self, *removals: Callable[[], Any]) -> None:
+        self._removals = removals
 
     def remove(self) -> None:
         """Let go of the optimizer."""
-        for handle in self._handles:
-            handle.remove()
+        for remove in self._removals:
+            remove()
 
 
 def _count(state: State) -> int:

@@ -8,7 +8,6 @@ import numpy as np
 
 from optimisers.model.layout import Layout
 from optimisers.monitoring.lines import Sample
-from optimisers.rules.base import Rule
 from optimisers.rules.values import is_traced
 from optimisers.state import State
 
@@ -61,16 +60,11 @@ def rates_of(state: State) -> np.ndarray:
     """The learning rate of each group at the state's step; NaN for a rule that has none."""
     found = []
     for rule in state.rules:
-        rate = _rate_of(rule)
+        rate = rule.rate and rule.rate[1]
         value: Any = rate(state.step) if callable(rate) else rate
         known = value is not None and not is_traced(value) and getattr(value, "shape", ()) == ()
         found.append(float(np.asarray(value)) if known else np.nan)
     return np.array(found)
-
-
-def _rate_of(rule: Rule) -> Any:
-    """A number or a schedule; in a chain that of the last member that has one; or `None`."""
-    return next((member.hyperparameters["lr"] for member in reversed(rule.members) if "lr" in member.hyperparameters), None)
 
 
 def write(writer: Any, sample: Sample, state: State, rates: np.ndarray) -> None:
@@ -82,7 +76,7 @@ def write(writer: Any, sample: Sample, state: State, rates: np.ndarray) -> None:
     seen = set()
     for at, group in enumerate(_columns(state.layout).groups):
         # Equal schedules are one, so that what is shared does not hang on what two of them happen to return.
-        rate = _rate_of(state.rules[group])
+        rate = state.rules[group].rate
         if not np.isnan(rates[group]) and (key := _key(rate)) not in seen:
             seen.add(key)
             writer.add_scalar(f"lr/{paths[at]}", float(rates[group]), sample.step)

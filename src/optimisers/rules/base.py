@@ -12,6 +12,7 @@ from optimisers.errors import HyperparameterError, suggest
 from optimisers.rules.values import is_number, is_traced
 
 __all__ = [
+    "ABOVE_ZERO",
     "COPY",
     "LIKE",
     "REAL",
@@ -57,6 +58,9 @@ LIKE = Slot()
 REAL = Slot(real=True)
 COPY = Slot(start=_itself)
 
+ABOVE_ZERO = (math.ulp(0.0), math.inf, False)
+"""The range of a number that is not zero."""
+
 # Inclusive lower bound, upper bound, whether the upper bound itself is allowed.
 _RANGES: dict[str, tuple[float, float, bool]] = {
     "lr": (0.0, math.inf, False),
@@ -74,8 +78,9 @@ class Rule:
     A rule of your own is a class under the decorator `rule` that says:
 
     - its hyperparameters, as fields: numbers (or schedules) are data, which `adjust` changes freely;
-      `bool`, `str` and `None` are static, since they shape the computation;
-    - `slots`: the name and kind (`LIKE`, `REAL`, `COPY`) of each state array. Slots start at zero, or as a copy of the parameter;
+      `bool`, `str`, `None` and other rules are static, since they shape the computation;
+    - `slots`: the name and kind (`LIKE`, `REAL`, `COPY`, or a `Slot`) of each state array. Slots start at zero, as a copy of the
+      parameter, or as what a function makes of it;
     - `scalars(self, step)`: the numbers of this step, for all elements alike, as a `dict`. `step` is the parameter's
       own count, 1 at its first step. It must be plain arithmetic: it also runs on arrays and tracers;
     - `kernel(xp, g, p, h, *slots)`: one element. `g` is the gradient (in a chain, what the rule before returned), `p`
@@ -170,8 +175,9 @@ class Rule:
                 raise HyperparameterError(f"{here}: {name} is not a number; give a finite value")
             below = bounds and (part < bounds[0] or part == -math.inf)
             if bounds and (below or not (part < bounds[1] or (bounds[2] and part == bounds[1]))):
-                left, right = "(" if bounds[0] == -math.inf else "[", "]" if bounds[2] else ")"
-                raise HyperparameterError(f"{here}: {name} must lie in {left}{bounds[0]:g}, {bounds[1]:g}{right}")
+                least = 0.0 if bounds[0] == math.ulp(0.0) else bounds[0]
+                left, right = "(" if bounds[0] in (-math.inf, math.ulp(0.0)) else "[", "]" if bounds[2] else ")"
+                raise HyperparameterError(f"{here}: {name} must lie in {left}{least:g}, {bounds[1]:g}{right}")
 
     def _check_whole(self, name: str) -> None:
         value = getattr(self, name)
@@ -201,6 +207,13 @@ class Rule:
         except TypeError:
             return id(self)
         return self
+
+    @property
+    def rate(self) -> tuple[str, Any] | None:
+        """The learning rate, a number or a schedule, with the name of its member: in a chain, the last that there is."""
+        members = [*zip(member_names(self.members), self.members, strict=True)]
+        found = ((name, each.hyperparameters["lr"]) for name, each in reversed(members) if "lr" in each.hyperparameters)
+        return next(found, None)
 
     @property
     def counts(self) -> bool:

@@ -1,14 +1,13 @@
 """Parts for a chain that bound the gradient: by value, by the norm of a parameter, by the norm of all."""
 
-import math
 from typing import Any
 
-from optimisers.rules.base import Hyper, Rule
+from optimisers.rules.base import ABOVE_ZERO, Hyper, Rule
 from optimisers.rules.decorator import rule
 
 __all__ = ["ClipGlobalNorm", "ClipGrad", "ClipNorm"]
 
-_ABOVE_ZERO = (math.ulp(0.0), math.inf, True)
+_ABOVE_ZERO = (*ABOVE_ZERO[:2], True)  # an infinite bound clips nothing
 
 
 @rule

@@ -16,14 +16,17 @@ _Cls = TypeVar("_Cls", bound="type[Rule]")
 
 @dataclass_transform(frozen_default=True)
 def rule(cls: _Cls) -> _Cls:
-    """Make a subclass of `Rule` a rule: a frozen dataclass whose arithmetic is static. See `Rule`."""
+    """Make a subclass of `Rule` a rule: a frozen dataclass whose arithmetic is static. See `Rule`.
+
+    **Raises** `HyperparameterError` for a class that is none, naming what it lacks.
+    """
     if not (isinstance(cls, type) and issubclass(cls, Rule)):
         raise HyperparameterError(f"{cls!r} is not a subclass of optimisers.Rule")
     for name in ("kernel", "measure", "measured", "apply", "apply_tree", "remember", "load", "store"):
         function = cls.__dict__.get(name)
         if callable(function) and not isinstance(function, (staticmethod, property)):
             setattr(cls, name, staticmethod(function))
-    _check_kernel(cls)
+    _check_arguments(cls)
     _check_scope(cls)
     _check_annotations(cls)
     if cls.kernel is None and cls.apply is None and cls.apply_tree is None and cls.members is Rule.members:
@@ -57,24 +60,36 @@ def _with_known_names(init: Callable[..., None]) -> Callable[..., None]:
     return checked
 
 
-def _check_kernel(cls: type[Rule]) -> None:
-    """Check the arguments of a kernel: it is a function of elements, not a method."""
-    kernel, slots = cls.__dict__.get("kernel"), cls.slots
-    if not isinstance(kernel, staticmethod) or not isinstance(slots, Mapping):
-        return
-    names = list(inspect.signature(kernel.__func__).parameters.values())
-    plain = [each for each in names if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]
-    wanted = ["xp", "g", "p", "h", *slots]
-    fits = any(each.kind is each.VAR_POSITIONAL for each in names) or len(plain) == len(wanted)
-    if not fits or names[0].name == "self":
-        raise HyperparameterError(
-            f"{cls.__name__}.kernel takes ({', '.join(each.name for each in names)}); "
-            f"with its slots it takes ({', '.join(wanted)}), and no self"
-        )
+def _check_arguments(cls: type[Rule]) -> None:
+    """Check the arguments of what a rule says: a kernel and its like are functions of elements, not methods."""
+    slots, memory = cls.slots, cls.memory
+    elements = ["xp", "g", "p", "h", *(slots if isinstance(slots, Mapping) else ())]
+    arguments = {
+        "kernel": elements,
+        "measure": elements,
+        "measured": ["xp", "h", *(f"sum_{at + 1}" for at in range(cls.sums))],
+        "apply": ["xp", "g", "p", "h", "slots"],
+        "scalars": ["self", "step", *(memory if isinstance(memory, Mapping) else ())],
+    }
+    for name, wanted in arguments.items():
+        function = cls.__dict__.get(name)
+        if isinstance(function, property) or not callable(function) or (wanted is elements and not isinstance(slots, Mapping)):
+            continue
+        names = list(inspect.signature(getattr(function, "__func__", function)).parameters.values())
+        plain = [each for each in names if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]
+        fits = any(each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in names) or len(plain) == len(wanted)
+        if not fits or (wanted[0] != "self" and names[0].name == "self"):
+            no_self = "" if wanted[0] == "self" else ", and no self"
+            raise HyperparameterError(
+                f"{cls.__name__}.{name} takes ({', '.join(each.name for each in names)}); "
+                f"{'with its slots ' if wanted is elements else ''}it takes ({', '.join(wanted)}){no_self}"
+            )
 
 
 def _check_scope(cls: type[Rule]) -> None:
     """Check that what a rule decides can be decided in its scope."""
+    if cls.scope not in (None, "leaf", "tree") and not isinstance(cls.scope, property):
+        raise HyperparameterError(f'{cls.__name__}.scope is {cls.scope!r}; a scope is "leaf" or "tree"')
     if cls.measure is not None and not isinstance(cls.measure, property) and cls.scope not in ("leaf", "tree"):
         raise HyperparameterError(f'{cls.__name__} measures, so it says over what: scope = "leaf" or "tree"')
     if cls.apply_tree is not None and not isinstance(cls.apply_tree, property) and cls.scope != "tree":

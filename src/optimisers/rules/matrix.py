@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 from optimisers.errors import HyperparameterError
-from optimisers.rules.base import LIKE, REAL, Hyper, Rule, Slot
+from optimisers.rules.base import ABOVE_ZERO, LIKE, REAL, Hyper, Rule, Slot
 from optimisers.rules.decorator import rule
 
 __all__ = ["Adafactor", "Muon"]
@@ -82,7 +82,7 @@ class Muon(Rule):
     ns_coefficients: tuple[Hyper, Hyper, Hyper] = (3.4445, -4.775, 2.0315)
     eps: Hyper = 1e-7
     ns_steps: int = 5
-    adjust_lr_fn: str = "original"
+    adjust_lr_fn: str | None = "original"
     fallback: Rule | None = None
 
     slots = {"mu": LIKE}
@@ -91,6 +91,8 @@ class Muon(Rule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.adjust_lr_fn is None:
+            object.__setattr__(self, "adjust_lr_fn", "original")  # as PyTorch takes it
         if self.adjust_lr_fn not in ("original", "match_rms_adamw", "none"):
             raise HyperparameterError(
                 f'Muon(adjust_lr_fn={self.adjust_lr_fn!r}): adjust_lr_fn is "original", "match_rms_adamw" or "none"'
@@ -200,7 +202,7 @@ class Adafactor(Rule):
     relative_step: bool = True
     scale_parameter: bool = True
 
-    ranges = {"beta2_decay": (-math.inf, 0.0, True), "d": (math.ulp(0.0), math.inf, False)}
+    ranges = {"beta2_decay": (-math.inf, 0.0, True), "d": ABOVE_ZERO}
 
     @property
     def slots(self) -> Mapping[str, Slot]:

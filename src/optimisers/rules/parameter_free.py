@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from optimisers.errors import HyperparameterError, StateError
-from optimisers.rules.base import COPY, LIKE, REAL, Hyper, Rule
+from optimisers.rules.base import ABOVE_ZERO, COPY, LIKE, REAL, Hyper, Rule
 from optimisers.rules.decorator import rule
 
 __all__ = ["Prodigy", "ScheduleFree"]
@@ -49,7 +49,7 @@ class Prodigy(Rule):
     d_coef: Hyper = 1.0
     safeguard_warmup: bool = False
 
-    ranges = {"beta3": (0.0, 1.0, False), "d0": (math.ulp(0.0), math.inf, False), "d_coef": (math.ulp(0.0), math.inf, False)}
+    ranges = {"beta3": (0.0, 1.0, False), "d0": ABOVE_ZERO, "d_coef": ABOVE_ZERO}
     slots = {"scaled_mu": LIKE, "scaled_nu": REAL, "gradients": LIKE, "start": COPY}
     memory = {"d": 0.0, "r": 0.0}
     individual = ("weight_decay",)

@@ -16,7 +16,8 @@ class MixedPrecision(Rule):
     Without it, steps smaller than half a unit in the last place of the parameter are lost. In parameters of float32 and more
     it does nothing, and takes nothing. Moments are float32 with or without it. `state.replace` adds it to a state that has
     trained, and takes it away; moments and counts stay. The master is what trains: what is written into the model from outside
-    between steps is lost with the next step, unless the rule is taken away and added again.
+    between steps is lost with the next step, unless the rule is taken away and added again. A float32 model that is cast to half
+    precision later needs it once more, `adapt(state, model, rule=…)` or `state.replace(…)`: what does nothing is not kept.
 
     Slots: `master`, float32.
 
@@ -45,7 +46,7 @@ class StochasticRounding(Rule):
 
     A value between two neighbours becomes the upper one with a probability equal to its distance from the lower one, in units of
     theirs. The choice depends on the seed, the path, the step and the place alone (JAX draws numbers of its own). Parameters of
-    other dtypes are left alone. It acts after the whole chain, wherever it stands in it.
+    other dtypes are left alone. It acts after the whole chain, wherever it stands in it (before `Lookahead` and `Average`).
 
     **Arguments:**
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from optimisers.rules.base import Hyper, Rule
+from optimisers.rules.base import ABOVE_ZERO, Hyper, Rule
 from optimisers.rules.decorator import rule
 
 __all__ = ["AddNoise", "CentraliseGrad", "ClipAdaptive"]
@@ -96,7 +96,7 @@ class ClipAdaptive(Rule):
     unit_axis: int = 0
 
     options = ("unit_axis",)
-    ranges = {"clipping": (math.ulp(0.0), math.inf, False), "eps": (math.ulp(0.0), math.inf, False)}
+    ranges = {"clipping": ABOVE_ZERO, "eps": ABOVE_ZERO}
 
     def scalars(self, step: Any) -> dict[str, Any]:
         return {"clipping": self.clipping, "eps": self.eps}

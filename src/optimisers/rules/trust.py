@@ -1,11 +1,10 @@
 """Rules whose step is measured against the parameter it moves: LAMB, LARS."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 from optimisers.rules.adam import moments
-from optimisers.rules.base import LIKE, REAL, Hyper, Rule
+from optimisers.rules.base import ABOVE_ZERO, LIKE, REAL, Hyper, Rule
 from optimisers.rules.decorator import rule
 
 __all__ = ["LAMB", "LARS"]
@@ -112,7 +111,7 @@ class LARS(Rule):
     eps: Hyper = 0.0
     nesterov: bool = False
 
-    ranges = {"trust_coefficient": (math.ulp(0.0), math.inf, False)}
+    ranges = {"trust_coefficient": ABOVE_ZERO}
     slots = {"scaled_velocity": LIKE}
     scope = "leaf"
     sums = 2
