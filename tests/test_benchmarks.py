@@ -167,3 +167,11 @@ def test_a_figure_that_is_missed_is_said_to_be():
     text = benchmarks.page.page({"step": result})
     assert "| slow | 2.00 | 1.00 | **missed** | 1,000 | 2,000 |" in text
     assert "which copies 1.0 GB/s and sweeps 2.0 GB/s" in text
+
+
+@pytest.mark.parametrize("part", [["--quick"], ["--only", "package"]])
+def test_a_part_does_not_take_the_place_of_what_is_kept(part: list[str], capsys: pytest.CaptureFixture[str]):
+    suite = importlib.import_module("benchmarks.package").SUITE
+    with pytest.raises(SystemExit):
+        suite.main([*part, "--out", str(ROOT / "benchmarks" / "results")])
+    assert "name another folder" in capsys.readouterr().err

@@ -334,7 +334,8 @@ def test_what_cannot_be_converted_is_an_error_and_writes_nothing(tmp_path: Path,
         assert main(["convert", *(each if each.startswith("-") else str(tmp_path / each) for each in arguments)]) == 2
         return capsys.readouterr().err
 
-    assert "an optimizer alone; give a file with the values of its model, too (--model)" in fails("optimizer.pt", "a.safetensors")
+    lacks = "no values of its model under 'state_dict' or 'model' or 'model_state_dict'; give a file with them, too (--model)"
+    assert lacks in fails("optimizer.pt", "a.safetensors")
     assert "does not tell their order" in fails("optimizer.pt", "a.safetensors", "--model", "model.safetensors")
     assert "the ending of a name tells" in fails("lion.safetensors", "a.txt")
     assert "no optimiser of PyTorch steps as" in fails("lion.safetensors", "a.pt")
@@ -563,3 +564,18 @@ def test_a_schedule_inside_of_a_pair_is_said_to_be_lost(tmp_path: Path) -> None:
     state = op.setup(op.Adam(betas=(op.schedules.Linear(0.9, 0.8, 10), 0.999)), model)
     op.save(tmp_path / "run.safetensors", state, model)
     assert "schedules" in convert(tmp_path / "run.safetensors", tmp_path / "o.pt")
+
+
+@pytest.mark.parametrize("key", ["state_dict", "model", "model_state_dict"])
+def test_a_checkpoint_holds_its_model_under_the_names_that_programs_use(key: str, tmp_path: Path) -> None:
+    module = _Three()
+    optimizer = torch.optim.AdamW(module.parameters(), 0.1)
+    _gradients(module, 0)
+    optimizer.step()
+    held = {key: module.state_dict(), "optimizer_state_dict": optimizer.state_dict(), "epoch": 3}
+    torch.save(held, tmp_path / "a.pt")
+    convert(tmp_path / "a.pt", tmp_path / "a.safetensors")
+    state, again, *_ = op.load(tmp_path / "a.safetensors", _Three())
+    for name, parameter in module.named_parameters():
+        assert torch.equal(dict(again.named_parameters())[name], parameter)
+        assert torch.equal(leaf(state, name).slots["mu"], optimizer.state[parameter]["exp_avg"])

@@ -116,3 +116,20 @@ def test_frozen_parameters_cost_no_flops() -> None:
     everything, last = flops(state), flops(state.freeze("**").thaw("7"))
     forward, product = 8, 3 * 8 - 1
     assert last < everything * (forward + 2) / product
+
+
+def test_a_loss_of_torch_is_one_number_and_outside_of_inference_mode() -> None:
+    import torch
+
+    model = {"w": torch.ones(3)}
+    state = op.setup(op.Adam(), model)
+    with pytest.raises(GradientError, match=r"the loss is of shape \[3\], not one number; return its mean or its sum"):
+        op.value_and_grad(lambda model: model["w"] ** 2, state)(model)
+    with torch.inference_mode(), pytest.raises(GradientError, match="inference_mode keeps no gradients"):
+        op.value_and_grad(lambda model: (model["w"] ** 2).sum(), state)(model)
+
+
+def test_where_all_is_frozen_some_has_to_thaw() -> None:
+    state = op.setup(op.Adam(), {"w": jnp.ones(3)}).freeze("w")
+    with pytest.raises(GradientError, match=r"no parameters that are live; thaw some first: state\.thaw"):
+        op.value_and_grad(lambda model: model["w"].sum(), state)

@@ -907,3 +907,34 @@ def test_a_file_keeps_its_rights_and_a_new_one_gets_the_usual(file: Path) -> Non
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
     finally:
         os.umask(old)
+
+
+def test_keys_for_random_numbers_are_saved_with_the_model(file: Path) -> None:
+    from flax import nnx
+
+    def dropping(seed: int) -> Any:
+        return nnx.Sequential(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(seed)))
+
+    model = dropping(1)
+    model(jnp.ones((1, 2)))
+    state = op.setup(op.Adam(), model)
+    op.save(file, state, model)
+    _, again, *_ = op.load(file, dropping(2))
+    np.testing.assert_array_equal(model(jnp.ones((8, 2))), again(jnp.ones((8, 2))))
+    tree = {"w": jnp.ones(2), "key": jax.random.key(7), "many": jax.random.split(jax.random.key(8, impl="rbg"), 3)}
+    op.save(file, op.setup(op.Adam(), tree), tree)
+    _, values, *_ = op.load(file, {**tree, "key": jax.random.key(0), "many": jax.random.split(jax.random.key(9, impl="rbg"), 3)})
+    assert (values["key"] == tree["key"]).all()
+    assert (values["many"] == tree["many"]).all()
+    with pytest.raises(StateError, match=r"changed: key \(shape\)"):
+        op.load(file, {**tree, "key": jax.random.key(0, impl="rbg")})
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no named pipes here")
+def test_what_is_no_plain_file_is_not_replaced(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(OSError, match="a device or a pipe"):
+        op.save(pipe, op.setup(op.Adam(), {"w": np.ones(2)}))
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    assert list(tmp_path.iterdir()) == [pipe]

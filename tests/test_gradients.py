@@ -280,3 +280,14 @@ def test_gradients_may_be_the_slots_or_the_old_model(numpy_backend: Backend) -> 
     state, model = op.update_(state, model, {"w": velocity})
     assert model["w"].tolist() == expected["w"].tolist()
     assert state == expected_state
+
+
+@pytest.mark.parametrize(("wrong", "message"), [(np.ones(3), r"of shape \[3\]"), (None, "a NoneType"), ([1.0], "a list")])
+def test_a_model_is_not_rebuilt_of_arrays_of_another_shape(wrong: Any, message: str) -> None:
+    w = np.arange(6.0).reshape(2, 3)
+    model = {"a": w, "b": w.T}
+    _, rebuild = op.partition(op.setup(op.Adam(), model), model)
+    with pytest.raises(ShapeError, match=rf'"a" is {message}, and the parameter of shape \[2, 3\]'):
+        rebuild({"a": wrong})
+    with pytest.raises(ShapeError, match="the model has 6 elements, but the vector is a list"):
+        op.destructure(model)[1]([0.0] * 6)

@@ -7,9 +7,19 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 
 import optimisers as op
-from optimisers.errors import GradientError, HyperparameterError, OptimiserWarning, ShapeError, StateError, TieError
+from optimisers.errors import (
+    GradientError,
+    HyperparameterError,
+    ModelError,
+    OptimiserWarning,
+    PathError,
+    ShapeError,
+    StateError,
+    TieError,
+)
 
 
 def test_a_state_that_update_has_written_into_is_refused() -> None:
@@ -40,7 +50,7 @@ def test_an_unknown_hyperparameter_names_the_nearest(name: str, hint: str) -> No
 
 
 def test_swapped_arguments_of_setup_are_told_apart() -> None:
-    with pytest.raises(HyperparameterError, match="the rules come first, then the model"):
+    with pytest.raises(HyperparameterError, match="the rule comes first, then the model"):
         op.setup({"w": np.ones(50)}, op.Adam())  # type: ignore[dict-item]
 
 
@@ -357,3 +367,69 @@ def test_what_backends_keep_about_slots_stays_bounded() -> None:
 
 def test_the_public_names_are_what_dir_shows() -> None:
     assert set(dir(op)) == set(op.__all__)
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        (
+            {"measure": lambda xp, g, p, h: g},
+            r"Mistaken\.measure takes \(xp, g, p, h\); with its slots it takes \(xp, g, p, h, mu\)",
+        ),
+        ({"measured": lambda xp, h: {}}, r"Mistaken\.measured takes \(xp, h\); it takes \(xp, h, sum_1\), and no self"),
+        ({"scalars": lambda self: {}}, r"Mistaken\.scalars takes \(self\); it takes \(self, step\)$"),
+        ({"apply": lambda self, xp, g, p, h: g}, r"it takes \(xp, g, p, h, slots\), and no self"),
+        ({"scope": "leafs"}, r"""Mistaken\.scope is 'leafs'; a scope is "leaf" or "tree\""""),
+    ],
+)
+def test_what_a_rule_says_has_the_arguments_that_it_is_called_with(said: dict[str, Any], message: str) -> None:
+    kernel = {} if "apply" in said else {"kernel": lambda xp, g, p, h, mu: (g, mu)}
+    with pytest.raises(HyperparameterError, match=message):
+        op.rule(type("Mistaken", (op.Rule,), {"__annotations__": {}, "slots": {"mu": op.LIKE}, **kernel, **said}))
+
+
+def test_what_follows_from_sums_is_told_by_name() -> None:
+    @op.rule
+    class Mistaken(op.Rule):
+        scope = "leaf"
+
+        def measure(xp: Any, g: Any, p: Any, h: Any) -> Any:
+            return xp.abs2(g)
+
+        def measured(xp: Any, h: Any, total: Any) -> Any:
+            return None
+
+        def kernel(xp: Any, g: Any, p: Any, h: Any) -> Any:
+            return g
+
+    with pytest.raises(HyperparameterError, match="measured of Mistaken returned None; it returns further scalars by name"):
+        op.setup(Mistaken(), {"w": np.ones(3)})
+
+
+@pytest.mark.parametrize(
+    ("start", "found"), [(lambda p: p[:, 0] * 0, r"shape \[3\]"), (lambda p: 0.0, "0.0"), (lambda p: None, "None")]
+)
+@pytest.mark.parametrize("make", [np.ones, torch.ones, jnp.ones])
+def test_a_slot_that_starts_in_another_shape_is_refused(make: Any, start: Any, found: str) -> None:
+    @op.rule
+    class Mistaken(op.Rule):
+        slots = {"mu": op.Slot(start=start)}
+
+        def kernel(xp: Any, g: Any, p: Any, h: Any, mu: Any) -> Any:
+            return g, mu + g
+
+    with pytest.raises(ShapeError, match=rf"w: the slot mu starts as {found}; give it an array of shape \[3, 40\]"):
+        op.setup(Mistaken(), {"w": make((3, 40))})
+
+
+def test_a_state_is_asked_of_what_holds_one() -> None:
+    from optimisers.interop.torch_optim import Optimizer
+
+    with pytest.raises(ModelError, match="and not Optimizer; give its op_state"):
+        op.summary(Optimizer(torch.nn.Linear(2, 2), op.Adam()))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("call", [lambda state: state[None], lambda state: op.adapt(state, {"w": np.ones(2)}, rename={None: "w"})])
+def test_what_is_no_path_is_told_so(call: Any) -> None:
+    with pytest.raises(PathError, match="None is no path; a path is text"):
+        call(op.setup(op.Adam(), {"w": np.ones(2)}))

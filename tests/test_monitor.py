@@ -535,3 +535,19 @@ def test_arguments_in_the_wrong_order_are_told() -> None:
     model = {"w": np.ones(2)}
     with pytest.raises(op.errors.ModelError, match="State"):
         op.Monitor().update_(model, op.setup(op.Adam(), model), model)  # type: ignore[arg-type]
+
+
+def test_a_monitor_is_attached_to_an_optimizer_once() -> None:
+    import torch
+
+    from optimisers.interop.torch_optim import Optimizer
+
+    optimizer, monitor = Optimizer(torch.nn.Linear(2, 2), op.Adam()), op.Monitor(every=1)
+    handle = monitor.attach(optimizer)
+    with pytest.raises(op.errors.StateError, match="attached to this optimizer already"):
+        monitor.attach(optimizer)
+    handle.remove()
+    monitor.attach(optimizer)
+    optimizer.module.weight.grad = torch.ones(2, 2)
+    optimizer.step()
+    assert monitor.recording.steps.tolist() == [1]

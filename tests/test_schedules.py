@@ -426,3 +426,19 @@ def test_a_schedule_of_a_users_own_may_have_any_fields() -> None:
 
     assert Own()(3) == 0
     assert Own().length == 100
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: Cosine(1.0, 10).plot("rate.png"), "plot takes a number of steps"),  # type: ignore[arg-type]
+        (lambda: Cosine(1.0, 10).plot(0), "plot takes a number of steps"),
+        (lambda: schedules.Joined(None, 3), "Joined takes a tuple of schedules"),  # type: ignore[arg-type]
+        (lambda: schedules.Joined((1.0, 2.0), 3), "Joined takes a tuple of schedules"),  # type: ignore[arg-type]
+        (lambda: schedules.one_cycle("1", 10), r"one_cycle\(peak='1'\): peak is a number"),  # type: ignore[arg-type]
+        (lambda: schedules.one_cycle(1.0, 10, stop_factor=None), "stop_factor is a number"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_cannot_be_a_schedule_is_told_so(call: Any, message: str) -> None:
+    with pytest.raises(HyperparameterError, match=message):
+        call()

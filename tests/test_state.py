@@ -5,6 +5,7 @@ import pickle
 from contextlib import nullcontext
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -601,3 +602,22 @@ def test_a_state_behind_a_closed_gate_is_not_spent(library: str) -> None:
     assert not state.spent
     assert after.memory["skipnonfinite"]["skipped"] == 1
     assert op.update(state, model, {"w": make([1.0, 1.0])})[0].step == 2
+
+
+def test_the_state_of_an_ensemble_is_reset_dropped_and_given_rules_inside_of_vmap_alone() -> None:
+    def members(w: Any) -> op.State:
+        return op.setup(op.Adam(0.1), {"w": w}).freeze("w")
+
+    state = jax.vmap(members)(jnp.ones((4, 3)))
+    calls: list[Any] = [lambda: state.reset(), lambda: state.drop(), lambda: state.replace(op.SGD(0.1))]
+    for call in calls:
+        with pytest.raises(StateError, match=r"the state of an ensemble.*do it inside of jax\.vmap"):
+            call()
+    assert jax.vmap(lambda state: state.reset())(state)["w"].slots["mu"].shape == (4, 3)
+
+
+def test_a_leaf_is_copied_and_pickled() -> None:
+    state, _ = _trained()
+    for again in (copy.deepcopy(leaf(state, "embed")), pickle.loads(pickle.dumps(leaf(state, "embed")))):
+        assert repr(again) == repr(leaf(state, "embed"))
+        np.testing.assert_array_equal(again.slots["mu"], leaf(state, "embed").slots["mu"])

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -508,3 +509,67 @@ def test_a_place_of_another_shape_takes_the_rule_that_is_given_where_its_own_doe
     new, report = op.adapt(state, {"b": np.ones(6)}, rule=op.Adam())
     assert list(leaf(new, "b").slots) == ["mu", "nu"]
     assert "cannot train it any more" in report.fresh[op.Path("b")]
+
+
+@pytest.mark.parametrize(
+    ("new", "message"),
+    [
+        ("encodr", 'rename: "trunk" becomes "encodr", where the model has nothing .*; did you mean "encoder"'),
+        ("encoder.1", 'where the model has nothing .*; did you mean "encoder.0"'),
+    ],
+)
+def test_a_new_name_that_the_model_lacks_is_an_error(new: str, message: str, tmp_path: Path) -> None:
+    model = {"trunk": [np.ones(2)], "head": np.ones(2)}
+    state = op.setup(op.Adam(), model)
+    changed = {"encoder": [np.ones(2)], "head": np.ones(2)}
+    with pytest.raises(PathError, match=message):
+        op.adapt(state, changed, rename={"trunk": new})
+    op.save(tmp_path / "run.safetensors", state, model)
+    with pytest.raises(PathError, match=message):
+        op.load(tmp_path / "run.safetensors", changed, rename={"trunk": new}, strict=False)
+
+
+def test_a_layer_that_goes_from_the_middle_leaves_the_others_what_they_had() -> None:
+    model: Any = {"layers": [np.full(2, float(at)) for at in range(3)]}
+    state = op.setup(op.Descent(0.1), model)
+    for _ in range(2):
+        state, model = op.update(state, model, {"layers": [None, np.ones(2), None]})
+    shorter = {"layers": [model["layers"][0], model["layers"][2]]}
+    with pytest.raises(PathError, match="or None to one that goes"):
+        op.adapt(state, shorter, rename={"layers.2": "layers.1"})
+    new, report = op.adapt(state, shorter, rename={"layers.1": None, "layers.2": "layers.1"})
+    assert steps_of(new) == {"layers.0": 0, "layers.1": 0}
+    assert list(map(str, report.dropped)) == ["layers.1"]
+
+
+def test_a_frozen_parameter_that_is_one_with_a_live_one_is_an_error() -> None:
+    shared, model = np.ones(2), {"a": np.ones(2), "b": np.ones(2)}
+    state = op.setup(op.Adam(), model).freeze("b")
+    with pytest.raises(StateError, match="b is frozen and a is not, and the model has one parameter for both"):
+        op.adapt(state, {"a": shared, "b": shared})
+    _, report = op.adapt(state.freeze("a"), {"a": shared, "b": shared})
+    assert len(report.tied) == 1
+
+
+def test_ties_of_a_tree_of_tensors_are_found_again_after_pickling() -> None:
+    w = torch.ones(2, 3)
+    model = {"a": w, "b": w.T}
+    state, model = pickle.loads(pickle.dumps((op.setup(op.Adam(0.1), model), model)))
+    assert str(op.adapt(state, model)[1]) == "1 kept"
+
+
+def test_parts_for_half_precision_go_and_come_with_it() -> None:
+    half, full = ({"w": torch.full((3,), 1.0, dtype=dtype)} for dtype in (torch.bfloat16, torch.float32))
+    rule = op.Chain(op.StochasticRounding(), op.MixedPrecision(), op.Adam(1e-4))
+    state, half = op.update(op.setup(rule, half), half, half)
+    wide, report = op.adapt(state, full)
+    assert (list(leaf(wide, "w").slots), leaf(wide, "w").step, list(map(str, report.converted))) == (["mu", "nu"], 1, ["w"])
+    _, after = op.update(wide, full, {"w": torch.ones(3)})
+    assert after["w"].tolist() == pytest.approx([1.0 - 1e-4] * 3, abs=1e-6)
+    narrow, _ = op.adapt(wide, half, rule=rule)
+    assert (list(leaf(narrow, "w").slots), leaf(narrow, "w").step) == (["master", "mu", "nu"], 1)
+    assert torch.equal(leaf(narrow, "w").slots["mu"], leaf(wide, "w").slots["mu"])
+    assert torch.equal(leaf(narrow, "w").slots["master"], half["w"].float())
+    # Without the rule, and where its numbers are others now, what did nothing is not known any more.
+    assert list(leaf(op.adapt(wide, half)[0], "w").slots) == ["mu", "nu"]
+    assert list(leaf(op.adapt(wide.adjust(lr=1.0), half, rule=rule)[0], "w").slots) == ["mu", "nu"]

@@ -491,3 +491,49 @@ def test_a_wholly_masked_parameter_takes_no_step(backend: Backend) -> None:
     assert model["a"] is w
     assert (leaf(state, "a").step, leaf(state, "c").step) == (0, 1)
     assert leaf(state, "a").masked == {op.Path("a"), op.Path("b")}
+
+
+def test_a_frozen_parameter_is_not_tied_to_a_live_one() -> None:
+    model = {"a": np.ones(3), "b": np.ones(3)}
+    state = op.setup(op.Descent(0.1), model)
+    for one, other in (("a", "b"), ("b", "a")):
+        with pytest.raises(TieError, match=f"{one} is frozen and {other} is not"):
+            state.freeze(one).tie("b", "a")
+    with pytest.raises(TieError, match="rows of b are frozen, which a lacks"):
+        state.freeze("b", rows=[0]).tie("b", "a")
+    assert leaf(state.freeze("*").tie("b", "a"), "a").frozen
+    assert leaf(state.freeze("a", rows=[0]).tie("b", "a"), "b").frozen_rows == ((0, 1),)
+
+
+@pytest.mark.parametrize("frozen", ["a", "b", "c"])
+def test_what_starts_frozen_freezes_all_that_setup_ties_to_it(frozen: str) -> None:
+    model = {name: np.ones(3) for name in "abcd"}
+    state = op.setup(op.Descent(0.1), model, frozen=frozen, ties=[("b", "a"), ("c", "a")])
+    assert [(str(each.path), each.frozen) for each in state.leaves()] == [("a", True), ("d", False)]
+
+
+@pytest.mark.parametrize("ties", ["ab", 3, [3], ["ab"], [("a",)]])
+def test_ties_that_are_none_are_refused(ties: Any) -> None:
+    with pytest.raises(PathError, match=r"\(alias, path\) or \(alias, path, view\)"):
+        op.setup(op.Adam(), {"a": np.ones(2), "b": np.ones(2)}, ties=ties)
+
+
+def test_a_gradient_that_is_a_slot_is_read_before_it_is_written(sharing_backend: Backend) -> None:
+    make = sharing_backend.array
+    model: Any = {"a": make([1.0, 1.0]), "b": make([1.0, 1.0])}
+    state, model = op.update(op.setup(op.Adam(0.1), model), model, {"a": make([1.0, 2.0]), "b": make([3.0, 4.0])})
+    grads = {"a": make([9.0, 9.0]), "b": leaf(state, "a").slots["mu"]}
+    _, pure = op.update(state, model, grads)
+    _, written = op.update_(state, model, grads)
+    for name in "ab":
+        np.testing.assert_array_equal(sharing_backend.read(written[name]), sharing_backend.read(pure[name]))
+
+
+def test_a_parameter_that_is_a_slot_is_refused(sharing_backend: Backend) -> None:
+    make = sharing_backend.array
+    grads = {"a": make([1.0, 1.0]), "b": make([1.0, 1.0])}
+    state = op.setup(op.Adam(0.1), grads)
+    model = {"a": leaf(state, "b").slots["nu"], "b": make([1.0, 1.0])}
+    with pytest.raises(TieError, match="a lies in the memory of a slot, which the step writes; give the model a copy"):
+        op.update_(state, model, grads)
+    assert not sharing_backend.read(leaf(state, "b").slots["nu"]).any()

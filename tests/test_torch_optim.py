@@ -1177,3 +1177,48 @@ def test_a_scheduler_that_writes_a_momentum_that_is_not_kept_is_told_what_to_do(
     module(torch.ones(1, 2)).sum().backward()
     with pytest.raises(HyperparameterError, match=r"param_groups\[0\]: .* begin with a momentum above 0, .*cycle_momentum=False"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("second", [op.SGD(0.1), op.AdamW(0.1)], ids=str)
+def test_groups_in_another_order_are_loaded_with_what_schedulers_have_reached(second: op.Rule) -> None:
+    rules: Any = {"p1": op.AdamW(0.01), "p2": second}
+    optimizer, other = Optimizer(_Two("p1", "p2"), rules), Optimizer(_Two("p2", "p1"), rules)
+    for group in optimizer.param_groups:
+        group["lr"] /= 2
+    optimizer.step()
+    other.load_state_dict(_through_a_file(optimizer.state_dict()))
+    assert [(group["param_names"], group["lr"]) for group in other.param_groups] == [(["p1"], 0.005), (["p2"], 0.05)]
+    assert [leaf(other.op_state, name).rule.hyperparameters["lr"] for name in ("p1", "p2")] == [0.005, 0.05]
+    scheduler = lr_scheduler.ExponentialLR(other, 0.5)
+    other.step()
+    scheduler.step()
+    assert [leaf(other.op_state, name).rule.hyperparameters["lr"] for name in ("p1", "p2")] == [0.0025, 0.025]
+
+
+def test_an_optimizer_is_shown_with_the_rates_that_a_scheduler_wrote() -> None:
+    optimizer = Optimizer(_net(), op.SGD(0.1))
+    optimizer.param_groups[0]["lr"] = 0.025
+    assert "SGD(lr=0.025" in repr(optimizer)
+    optimizer.param_groups[0]["lr"] = -1.0
+    assert "SGD(lr=0.025" in repr(optimizer)
+    with pytest.raises(HyperparameterError, match="lr must lie"):
+        optimizer.step()
+
+
+def test_a_scheduler_goes_on_with_the_optimizer_for_a_changed_module() -> None:
+    model = _net()
+    optimizer = Optimizer(model, op.SGD(0.1))
+    scheduler = lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    for _ in range(5):
+        optimizer.step()
+        scheduler.step()
+    model[2] = nn.Linear(8, 5)
+    state, _ = op.adapt(optimizer.op_state, model)
+    later = Optimizer(model, state)
+    after = lr_scheduler.CosineAnnealingLR(later, 10)
+    after.load_state_dict(scheduler.state_dict())
+    later.step()
+    optimizer.param_groups[0]["lr"] = later.param_groups[0]["lr"]
+    for each in (scheduler, after):
+        each.step()
+    assert later.param_groups[0]["lr"] == pytest.approx(scheduler.get_last_lr()[0])

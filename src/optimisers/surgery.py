@@ -142,8 +142,9 @@ def adapt(
     check_state(state, "adapt")
     check_unspent(state)
     found = parameters_of(model)
+    adapting = Adapting(state, found, rename, resize, rule)
     check_targets(rename, (path for record, _ in found for path in record.paths))
-    return Adapting(state, found, rename, resize, rule).done()
+    return adapting.done()
 
 
 class _Source(NamedTuple):

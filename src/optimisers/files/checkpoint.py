@@ -145,8 +145,8 @@ def load(
     places = {path for record, _ in found for path in record.paths} | {path for path, _ in _others(None, model)}
     values = _values(contents)
     names = [*values, *({} if contents.document is None else paths_of(contents.document))]
-    check_targets(rename, places)
     new_name = plain_names(rename, names, places)
+    check_targets(rename, places)
     there = _renamed(values, new_name)
     if contents.document is None:
         if resize is not None or rule is not None:

@@ -91,7 +91,10 @@ class Monitor:
         return f"Monitor({file}every={self.every}, {self.recording!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "writer": None, "_probe": None, "_attached": WeakSet()}
+        return {**vars(self), "writer": None, "_probe": None, "_attached": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _attached=WeakSet())
 
     # Steps ------------------------------------------------------------------------------------------------------------
 
