@@ -10,7 +10,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.style import context
 
-from benchmarks.figures import FUSED, OURS
+from benchmarks.figures import FOREACH, FUSED, LOOP, NAIVE, OURS, REFERENCE
 
 __all__ = ["STYLE", "by_kind", "digest", "draw", "named", "roofline"]
 
@@ -18,11 +18,11 @@ STYLE = {"svg.fonttype": "none", "font.family": "sans-serif", "font.size": 9, "a
 _BLUE, _RED, _GREY = "#1f5fa8", "#b0452a", "#777777"
 _CASES = {"a": "(a) GPT-2 small", "b": "(b) 2,000 × 256", "c": "(c) 300 × 768", "d": "(d) 1 × 30 M", "e": "(e) 10 × 64"}
 _COLOURS = {
-    "NumPy, whole arrays": "#9a9a9a",
-    "PyTorch loop": "#f0c3a8",
-    "PyTorch foreach": "#e08a5f",
+    NAIVE: "#9a9a9a",
+    LOOP: "#f0c3a8",
+    FOREACH: "#e08a5f",
     FUSED: _RED,
-    "optimisers without Numba": "#8fb4dc",
+    REFERENCE: "#8fb4dc",
     OURS: _BLUE,
 }
 

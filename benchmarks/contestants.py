@@ -7,15 +7,11 @@ import numpy as np
 import torch
 
 import optimisers as op
-from benchmarks.figures import FUSED, OURS
+from benchmarks.figures import FOREACH, FUSED, LOOP, NAIVE, OURS, REFERENCE
 from benchmarks.models import arrays_of, filled
 from benchmarks.timing import Step
 
-__all__ = ["FOREACH", "LOOP", "NAIVE", "REFERENCE", "Ours", "adamw", "disagreement", "farthest", "torch_variants"]
-
-NAIVE = "NumPy, whole arrays"
-LOOP, FOREACH = "PyTorch loop", "PyTorch foreach"
-REFERENCE = "optimisers without Numba"
+__all__ = ["Ours", "adamw", "disagreement", "farthest", "torch_variants"]
 
 _TORCH: dict[str, Any] = {
     LOOP: {"foreach": False, "fused": False},

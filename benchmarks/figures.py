@@ -7,10 +7,12 @@ from typing import Any
 
 from benchmarks.timing import Timing
 
-__all__ = ["FUSED", "OURS", "RESULTS", "Figure", "Outcome", "ratio"]
+__all__ = ["FOREACH", "FUSED", "LOOP", "NAIVE", "OURS", "REFERENCE", "RESULTS", "Figure", "Outcome", "ratio"]
 
 RESULTS = Path(__file__).parent / "results"
-OURS, FUSED = "optimisers", "PyTorch fused"
+OURS, REFERENCE = "optimisers", "optimisers without Numba"
+NAIVE = "NumPy, whole arrays"
+LOOP, FOREACH, FUSED = "PyTorch loop", "PyTorch foreach", "PyTorch fused"
 
 
 @dataclass(frozen=True)

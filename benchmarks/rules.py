@@ -14,17 +14,17 @@ import torch
 import optimisers as op
 from benchmarks.contestants import Ours
 from benchmarks.elementwise import bytes_moved
-from benchmarks.figures import OURS, Figure, Outcome, ratio
+from benchmarks.figures import FOREACH, FUSED, OURS, Figure, Outcome, ratio
 from benchmarks.suite import Scale, Section, Suite
 from benchmarks.timing import Step
 
-__all__ = ["DEFAULT", "OPTAX", "SUITE", "Case", "cases"]
+__all__ = ["DEFAULT", "OPTAX", "SUITE", "VARIANTS", "Case", "cases"]
 
 DEFAULT, OPTAX = "PyTorch default", "Optax, jitted"
 VARIANTS: Mapping[str, dict[str, Any]] = {
     DEFAULT: {},
-    "PyTorch foreach": {"foreach": True},
-    "PyTorch fused": {"fused": True},
+    FOREACH: {"foreach": True},
+    FUSED: {"fused": True},
 }
 NEVER_SLOWER = 1.0
 ELEMENTWISE_AGAINST_DEFAULT = 0.25

@@ -10,9 +10,9 @@ import numpy as np
 
 import optimisers as op
 from benchmarks import elementwise
-from benchmarks.contestants import NAIVE, REFERENCE, Ours, adamw, disagreement
+from benchmarks.contestants import Ours, adamw, disagreement
 from benchmarks.elementwise import bytes_moved
-from benchmarks.figures import FUSED, OURS, Figure, Outcome, ratio
+from benchmarks.figures import FUSED, NAIVE, OURS, REFERENCE, Figure, Outcome, ratio
 from benchmarks.models import QUICK, filled, freeze_share, nbytes, shapes_of
 from benchmarks.suite import Scale, Section, Suite
 from benchmarks.timing import Timing

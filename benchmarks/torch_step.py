@@ -10,11 +10,11 @@ import torch
 
 import optimisers as op
 from benchmarks import models
-from benchmarks.contestants import FOREACH, Ours, farthest
+from benchmarks.contestants import Ours, farthest
 from benchmarks.elementwise import bytes_moved
-from benchmarks.figures import FUSED, OURS, Figure, Outcome, ratio
+from benchmarks.figures import FOREACH, FUSED, OURS, Figure, Outcome, ratio
 from benchmarks.models import Sizes, filled, freeze_share, shapes_of
-from benchmarks.rules import DEFAULT, cases
+from benchmarks.rules import DEFAULT, VARIANTS, cases
 from benchmarks.suite import Scale, Section, Suite
 from benchmarks.timing import Timing
 from optimisers.backends import torch as torch_lists
@@ -24,7 +24,6 @@ __all__ = ["SUITE"]
 
 CLASS = "optimisers, as an optimiser of PyTorch"
 FROZEN = 0.9
-_VARIANTS: Mapping[str, dict[str, Any]] = {DEFAULT: {}, FUSED: {"fused": True}, FOREACH: {"foreach": True}}
 
 
 class _Module(torch.nn.Module):
@@ -52,7 +51,7 @@ def _adamw(shapes: Any, theirs: Sequence[str], *, reference: bool = False) -> di
     steps: dict[str, Any] = {}
     shared: Any = None
     for name in theirs:
-        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, **_VARIANTS[name])
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, **VARIANTS[name])
         optimizer.state = shared = optimizer.state if shared is None else shared
         steps[name] = optimizer.step
     mine = _module(shapes)

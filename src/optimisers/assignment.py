@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, TypeAlias
 
-from optimisers.errors import HyperparameterError, StateError
+from optimisers.errors import HyperparameterError, StateError, where
 from optimisers.model.layout import Parameter
 from optimisers.model.select import Selector, as_selector, check_names, matching
 from optimisers.rules.base import Rule
@@ -66,10 +67,10 @@ def check_selectors(rule: RuleFor, records: Sequence[Parameter]) -> None:
     if isinstance(rule, RuleOf):
         rule.check(records)
     if isinstance(rule, Mapping) and records:
-        selectors = _selectors(rule)
-        used = {_first(selectors, occurrence) for record in records for occurrence in record.occurrences}
+        selectors = _Selectors(rule)
+        used = {selectors.first(occurrence) for record in records for occurrence in record.occurrences}
         for key in rule:
-            check_names(records, selectors[key])
+            check_names(records, selectors.of[key])
             if key not in used:
                 matching(records, key)
                 raise StateError(f"the selector {key!r} is never reached: selectors before it match all its parameters; move it up")
@@ -81,15 +82,16 @@ def chooser(rule: RuleFor) -> Callable[[Parameter], Rule]:
     It raises `StateError` when no selector matches, or two that disagree match two paths of one parameter; `HyperparameterError`
     for what is no rule.
     """
-    selectors = _selectors(rule) if isinstance(rule, Mapping) else {}
+    selectors = _Selectors(rule) if isinstance(rule, Mapping) else None
 
     def choose(record: Parameter) -> Rule:
-        if isinstance(rule, Mapping):
-            given: Any = rule[_claim(rule, selectors, record)]
-        else:
-            given = rule if isinstance(rule, Rule) else rule(record)
+        given: Any = rule
+        if selectors is not None:
+            given = selectors.rule_of(record)
+        elif not isinstance(rule, Rule):
+            given = rule(record)  # type: ignore[operator]  # a mapping has selectors
         if not isinstance(given, Rule):
-            raise HyperparameterError(f"{record.path}: {given!r} is not a rule")
+            raise HyperparameterError(f"{where(record.path)}: {given!r} is not a rule")
         return given.rule_for(record.shape, record.dtype)
 
     return choose
@@ -115,25 +117,43 @@ def assign(rule: RuleFor, records: Sequence[Parameter]) -> tuple[list[Rule], lis
     return rules, own
 
 
-def _selectors(rules: Mapping[Any, Rule]) -> dict[Any, Selector]:
-    return {key: as_selector(key) for key in rules}
+class _Selectors:
+    """The selectors of a mapping, in its order. Branches are looked up, so that thousands of them take no longer than a few."""
 
+    def __init__(self, rules: Mapping[Any, Rule]) -> None:
+        self.rules = rules
+        self.of: dict[Any, Selector] = {key: as_selector(key) for key in rules}
+        self._branches: dict[tuple[Any, ...], tuple[int, Any]] = {}
+        self._others: list[tuple[int, Any, Selector]] = []
+        for at, (key, selector) in enumerate(self.of.items()):
+            if selector.branch is None:
+                self._others.append((at, key, selector))
+            else:
+                self._branches.setdefault(selector.branch, (at, key))
 
-def _first(selectors: Mapping[Any, Selector], occurrence: Parameter) -> Any:
-    return next((key for key, selector in selectors.items() if selector.selects(occurrence)), None)
+    def first(self, occurrence: Parameter) -> Any:
+        """The key of the first selector that an occurrence matches, or `None`."""
+        path = occurrence.path
+        above = [self._branches[path[:depth]] for depth in range(len(path) + 1) if path[:depth] in self._branches]
+        at, found = min(above, key=itemgetter(0), default=(len(self.of), None))
+        return next((key for other, key, selector in self._others if other < at and selector.selects(occurrence)), found)
 
+    def rule_of(self, record: Parameter) -> Rule:
+        """The rule that a parameter gets.
 
-def _claim(rules: Mapping[Any, Rule], selectors: Mapping[Any, Selector], record: Parameter) -> Any:
-    """The selector that a parameter gets its rule from."""
-    claims = [(key, each.path) for each in record.occurrences if (key := _first(selectors, each)) is not None]
-    if not claims:
-        raise StateError(f'{record.path}: no selector of the rules matches it; add one, such as "**", that catches the rest')
-    (first, here), *others = claims
-    for key, path in others:
-        if rules[key] != rules[first]:
+        **Raises** `StateError` when no selector matches it, or two that disagree match two of its paths.
+        """
+        claims = [(key, each.path) for each in record.occurrences if (key := self.first(each)) is not None]
+        if not claims:
             raise StateError(
-                f"{here} and {path} are one parameter, but {first!r} gives it {rules[first]!r} and "
-                f"{key!r} gives it {rules[key]!r}; let one selector match both, first in the mapping: "
-                f'select.path("{here}") | select.path("{path}")'
+                f'{where(record.path)}: no selector of the rules matches it; add one, such as "**", that catches the rest'
             )
-    return first
+        (first, here), *others = claims
+        for key, path in others:
+            if self.rules[key] != self.rules[first]:
+                raise StateError(
+                    f"{here} and {path} are one parameter, but {first!r} gives it {self.rules[first]!r} and "
+                    f"{key!r} gives it {self.rules[key]!r}; let one selector match both, first in the mapping: "
+                    f'select.path("{here}") | select.path("{path}")'
+                )
+        return self.rules[first]

@@ -169,7 +169,16 @@ def _change(value: Any) -> str:
     if "most" in value:
         share = "from zero" if value["relative"] is None else f"{value['relative']:.3g} of its length"
         return f"  by {value['most']:.3g} at most, {share}"
-    return "".join(f"  {key} {old} -> {new}" for key, (old, new) in value.items())
+    return "".join(f"  {_rule_change(old, new) if key == 'rule' else f'{key} {old} -> {new}'}" for key, (old, new) in value.items())
+
+
+def _rule_change(old: str, new: str) -> str:
+    """The numbers in which two texts of a rule differ; both of them, where more than numbers is different."""
+    words = [re.findall(r"[^,() ]+|[,()]", text) for text in (old, new)]
+    apart = [(a.partition("="), b.partition("=")) for a, b in zip(*words, strict=False) if a != b]
+    if len(words[0]) != len(words[1]) or not all(a[0] == b[0] and a[1] for a, b in apart):
+        return f"rule {old} -> {new}"
+    return "  ".join(f"{a[0]} {a[2]} -> {b[2]}" for a, b in apart)
 
 
 def _add_convert(commands: Any) -> None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Summary", "summary"]
 
-_TEXTS = ("parameter", "shape", "dtype", "rule", "notes")
+_TEXTS = ("parameter", "array", "shape", "dtype", "rule", "notes")
 
 
 class _Elsewhere:
@@ -49,7 +49,7 @@ class Summary:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         for heading in self.headings:
             # Names are read whole: other columns give way first.
-            wrap = heading not in ("parameter", "dtype", "shape")
+            wrap = heading not in ("parameter", "array", "dtype", "shape")
             table.add_column(heading, justify="left" if heading in _TEXTS else "right", overflow="fold", no_wrap=not wrap)
         for row in self.rows:
             # Text, not str: paths and rules may hold what rich would read as markup.

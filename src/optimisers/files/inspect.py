@@ -109,10 +109,14 @@ def shown(found: Mapping[str, Any]) -> Summary:
     for name, each in found["arrays"].items():
         rows.append((name, shape_text(each["shape"]), each["dtype"], "", "", size_of(each["bytes"]), "no parameter"))
     totals = found["totals"]
+    if not found["parameters"]:
+        plain = tuple(
+            (name, shape_text(each["shape"]), each["dtype"], size_of(each["bytes"])) for name, each in found["arrays"].items()
+        )
+        return Summary(("array", "shape", "dtype", "bytes"), plain, (), f"{size_of(totals['bytes'])} in all, and no state")
     many = "s" * (totals["parameters"] != 1)
-    parts = [f"{totals['parameters']:,} parameter{many}, {totals['elements']:,} elements"] if found["parameters"] else []
-    parts += [f"step {found['step']}", f"{size_of(totals['state bytes'])} of state"] if found["parameters"] else []
-    parts.append(f"{size_of(totals['bytes'])} in all")
+    parts = [f"{totals['parameters']:,} parameter{many}, {totals['elements']:,} elements", f"step {found['step']}"]
+    parts += [f"{size_of(totals['state bytes'])} of state", f"{size_of(totals['bytes'])} in all"]
     return Summary(_HEADINGS, tuple(rows), tuple((letter, text) for text, letter in letters.items()), "; ".join(parts))
 
 

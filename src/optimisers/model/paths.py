@@ -97,6 +97,11 @@ class Pattern:
         self._keys = keys
         self._prefix = tuple(keys) if plain else None
 
+    @property
+    def branch(self) -> tuple[Hashable, ...] | None:
+        """The branch that it is, where it has no wildcard."""
+        return self._prefix
+
     def matches(self, path: Path) -> bool:
         """Whether the pattern selects this path or a branch that encloses it."""
         if self._prefix is not None:

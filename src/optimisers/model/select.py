@@ -33,6 +33,7 @@ class Selector:
         *,
         compound: bool = False,
         pattern: Any = None,
+        branch: tuple[Any, ...] | None = None,
         names: "tuple[Selector, ...] | None" = None,
     ) -> None:
         self._test = test
@@ -40,6 +41,8 @@ class Selector:
         self._compound = compound
         self.pattern = pattern
         """The path or glob that it is."""
+        self.branch = branch
+        """The branch that it is, where that is all it is."""
         self.names = (self,) if names is None else names
         """The selectors in it that name something of the model, and so have to match something."""
 
@@ -76,7 +79,9 @@ def path(pattern: "str | int | tuple[Any, ...]") -> Selector:
     """By path: the parameter there, or all those below it. `*` and `?` stand within a key, `**` for any number of keys."""
     matcher = Pattern(pattern if isinstance(pattern, str) else Path(pattern))
     shown = pattern if isinstance(pattern, str) else str(Path(pattern))
-    return Selector(lambda parameter: any(map(matcher.matches, parameter.paths)), f'path("{shown}")', pattern=pattern)
+    return Selector(
+        lambda parameter: any(map(matcher.matches, parameter.paths)), f'path("{shown}")', pattern=pattern, branch=matcher.branch
+    )
 
 
 def name(*names: Any) -> Selector:
