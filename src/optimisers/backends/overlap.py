@@ -1,6 +1,8 @@
 """Memory that a step is about to write while others still read it: gradients that lie in parameters (that of a·b is b) or slots."""
 
 from collections.abc import Sequence
+from itertools import repeat
+from operator import attrgetter, is_not
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,8 @@ from optimisers.backends.base import Batch
 from optimisers.errors import TieError
 
 __all__ = ["untangle"]
+
+_BASE = attrgetter("base")
 
 
 def untangle(batches: Sequence[Batch]) -> None:
@@ -65,13 +69,15 @@ def _check_apart(batches: Sequence[Batch], order: np.ndarray, starts: np.ndarray
 def _own_their_memory(batches: Sequence[Batch]) -> bool:
     """Whether no array is a view, nor two of parameters, gradients and slots one object. Quick to tell for NumPy."""
     written = {id(param) for batch in batches for param in batch.params}
-    held = frozenset[int]().union(*(_held(batch)[0] for batch in batches)) if len(batches) > 1 else _held(batches[0])[0]
-    return held.isdisjoint(written) and all(
-        written.isdisjoint(read := list(map(id, batch.grads)))
-        and held.isdisjoint(read)
-        and not any(getattr(each, "base", None) is not None for each in batch.params + batch.grads)
-        for batch in batches
-    )
+    held = [_held(batch)[0] for batch in batches]
+    for batch in batches:
+        read = list(map(id, batch.grads))
+        if not written.isdisjoint(read) or any(map(is_not, map(_BASE, batch.params + batch.grads), repeat(None))):
+            return False
+        for slots in held:
+            if not (slots.isdisjoint(read) and slots.isdisjoint(written)):
+                return False
+    return True
 
 
 def _held(batch: Batch) -> tuple[frozenset[int], frozenset[int]]:
