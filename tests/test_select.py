@@ -1,5 +1,7 @@
 """Which parameters a selector means."""
 
+import copy
+import pickle
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +12,7 @@ import optimisers as op
 from optimisers import select
 from optimisers.errors import PathError
 from optimisers.model.select import as_selector, matching
+from tests.conftest import leaf
 
 
 @dataclass
@@ -144,3 +147,41 @@ def test_a_function_of_the_model_is_an_error_that_says_what_it_is_given() -> Non
         state.freeze(lambda model: model.blocks[0])
     with pytest.raises(AttributeError, match="other"):
         state.freeze(lambda parameter: ("").other)  # type: ignore[attr-defined]
+
+
+def _is_frozen(record: op.Parameter) -> bool:
+    return record.frozen
+
+
+def test_a_selector_is_a_value() -> None:
+    for one, other in (
+        (select.path("a.b"), select.path("a.*")),
+        (select.path(("a", 0)), select.path("a.b")),
+        (select.name("bias") | select.ndim(1), select.ndim(1) | select.name("bias")),
+        (~select.within(dict), select.within(dict)),
+        (select.path("*") & ~select.path("b"), select.path("*")),
+        (select.where(_is_frozen), select.ndim(2)),
+    ):
+        for again in (pickle.loads(pickle.dumps(one)), copy.deepcopy(one)):
+            assert (again == one, repr(again)) == (True, repr(one))
+            assert again.selects(op.setup(op.Adam(), {"a": {"b": np.ones(2)}}).parameters[0]) == one.selects(
+                op.setup(op.Adam(), {"a": {"b": np.ones(2)}}).parameters[0]
+            )
+        assert one != other
+    assert len({select.path("a"), select.path("a"), select.name("a")}) == 2
+
+
+def test_thousands_of_selectors_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    selects = select.Selector.selects
+    monkeypatch.setattr(select.Selector, "selects", lambda self, record: asked.append(record) or selects(self, record))
+    model = {f"p{at}": np.ones(1) for at in range(300)}
+    rules = {name: op.SGD(float(at + 1)) for at, name in enumerate(model)}
+    state = op.setup({**rules, "**": op.Adam()}, {**model, "rest": np.ones(1)})
+    assert [each.rule for each in state.leaves()][:300] == [rules[str(path)] for path in list(state)[:300]]
+    assert len(asked) < 2_000
+    # The order counts all the same.
+    first = op.setup({"p*": op.Adam(), "**": op.SGD(0.1)}, {**model, "rest": np.ones(1)})
+    assert leaf(first, "p7").rule == op.Adam()
+    with pytest.raises(op.errors.StateError, match="'p7' is never reached"):
+        op.setup({"p*": op.Adam(), "p7": op.SGD(0.1)}, model)

@@ -6,6 +6,8 @@ a function from a `Parameter` to a truth value, and a list or set of selectors (
 
 import difflib
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 from optimisers.backends.arrays import library_of
@@ -50,16 +52,22 @@ class Selector:
         """Whether a parameter is chosen."""
         return bool(self._test(parameter))
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Selector) and self._test == other._test
+
+    def __hash__(self) -> int:
+        return hash(self._test)
+
     def __or__(self, other: "Selectable") -> "Selector":
         second = as_selector(other)
-        return self._joined("|", second, lambda parameter: self.selects(parameter) or second.selects(parameter))
+        return self._joined("|", second, _AnyOf((self, second)))
 
     def __and__(self, other: "Selectable") -> "Selector":
         second = as_selector(other)
-        return self._joined("&", second, lambda parameter: self.selects(parameter) and second.selects(parameter))
+        return self._joined("&", second, _AllOf((self, second)))
 
     def __invert__(self) -> "Selector":
-        return Selector(lambda parameter: not self.selects(parameter), f"~{self._grouped}", names=self.names)
+        return Selector(_Not(self), f"~{self._grouped}", names=self.names)
 
     def _joined(self, sign: str, other: "Selector", test: Callable[[Parameter], bool]) -> "Selector":
         return Selector(test, f"{self._grouped} {sign} {other._grouped}", compound=True, names=self.names + other.names)
@@ -72,36 +80,112 @@ class Selector:
         return self._shown
 
 
+# What selectors ask of a parameter: values, so that selectors can be compared, copied and pickled -----------------------------
+
+
+@dataclass(frozen=True)
+class _At:
+    wish: str | Path
+
+    def __call__(self, parameter: Parameter) -> bool:
+        return any(map(_pattern(self.wish).matches, parameter.paths))
+
+
+@lru_cache(maxsize=4096)
+def _pattern(wish: str | Path) -> Pattern:
+    return Pattern(wish)
+
+
+@dataclass(frozen=True)
+class _Named:
+    names: tuple[Any, ...]
+
+    def __call__(self, parameter: Parameter) -> bool:
+        return any(each[-1] in self.names for each in parameter.paths if each)
+
+
+@dataclass(frozen=True)
+class _Within:
+    types: tuple[type, ...]
+
+    def __call__(self, parameter: Parameter) -> bool:
+        return any(issubclass(owner, self.types) for each in parameter.occurrences for owner in each.owners)
+
+
+@dataclass(frozen=True)
+class _Axes:
+    count: int
+
+    def __call__(self, parameter: Parameter) -> bool:
+        return parameter.ndim == self.count
+
+
+@dataclass(frozen=True)
+class _Holds:
+    predicate: Callable[[Parameter], bool]
+
+    def __call__(self, parameter: Parameter) -> bool:
+        try:
+            return self.predicate(parameter)
+        except AttributeError as error:
+            if not isinstance(error.obj, Parameter):
+                raise
+            name = getattr(self.predicate, "__name__", self.predicate)
+            raise PathError(
+                f"the function {name} is given the record of each parameter (path, shape, dtype, owners, …), which has no "
+                f'"{error.name}", and not the model; a branch is selected by its path'
+            ) from error
+
+
+@dataclass(frozen=True)
+class _AnyOf:
+    parts: tuple[Selector, ...]
+
+    def __call__(self, parameter: Parameter) -> bool:
+        return any(part.selects(parameter) for part in self.parts)
+
+
+@dataclass(frozen=True)
+class _AllOf:
+    parts: tuple[Selector, ...]
+
+    def __call__(self, parameter: Parameter) -> bool:
+        return all(part.selects(parameter) for part in self.parts)
+
+
+@dataclass(frozen=True)
+class _Not:
+    part: Selector
+
+    def __call__(self, parameter: Parameter) -> bool:
+        return not self.part.selects(parameter)
+
+
+# Making them ----------------------------------------------------------------------------------------------------------
+
 Selectable: TypeAlias = Selector | str | int | tuple[Any, ...] | type | Callable[[Parameter], bool] | Iterable[Any]
 
 
 def path(pattern: "str | int | tuple[Any, ...]") -> Selector:
     """By path: the parameter there, or all those below it. `*` and `?` stand within a key, `**` for any number of keys."""
-    matcher = Pattern(pattern if isinstance(pattern, str) else Path(pattern))
-    shown = pattern if isinstance(pattern, str) else str(Path(pattern))
-    return Selector(
-        lambda parameter: any(map(matcher.matches, parameter.paths)), f'path("{shown}")', pattern=pattern, branch=matcher.branch
-    )
+    wish = pattern if isinstance(pattern, str) else Path(pattern)
+    return Selector(_At(wish), f'path("{wish}")', pattern=pattern, branch=_pattern(wish).branch)
 
 
 def name(*names: Any) -> Selector:
     """By the last key of a path: `name("bias")`."""
     shown = ", ".join(f'"{each}"' if isinstance(each, str) else repr(each) for each in names)
-    return Selector(lambda parameter: any(each[-1] in names for each in parameter.paths if each), f"name({shown})")
+    return Selector(_Named(names), f"name({shown})")
 
 
 def within(*types: type) -> Selector:
     """By the type of any node that encloses the parameter: `within(LayerNorm)`."""
-
-    def test(parameter: Parameter) -> bool:
-        return any(issubclass(owner, types) for each in parameter.occurrences for owner in each.owners)
-
-    return Selector(test, f"within({', '.join(each.__name__ for each in types)})")
+    return Selector(_Within(types), f"within({', '.join(each.__name__ for each in types)})")
 
 
 def ndim(count: int) -> Selector:
     """By the number of axes: `ndim(1)` for vectors."""
-    return Selector(lambda parameter: parameter.ndim == count, f"ndim({count})", names=())
+    return Selector(_Axes(count), f"ndim({count})", names=())
 
 
 def where(predicate: Callable[[Parameter], bool]) -> Selector:
@@ -109,20 +193,7 @@ def where(predicate: Callable[[Parameter], bool]) -> Selector:
 
     **Raises** `PathError` for a function that asks the record for what the model has, when it is called.
     """
-    name = getattr(predicate, "__name__", predicate)
-
-    def holds(parameter: Parameter) -> bool:
-        try:
-            return predicate(parameter)
-        except AttributeError as error:
-            if not isinstance(error.obj, Parameter):
-                raise
-            raise PathError(
-                f"the function {name} is given the record of each parameter (path, shape, dtype, owners, …), which has no "
-                f'"{error.name}", and not the model; a branch is selected by its path'
-            ) from error
-
-    return Selector(holds, f"where({name})", names=())
+    return Selector(_Holds(predicate), f"where({getattr(predicate, '__name__', predicate)})", names=())
 
 
 def as_selector(wish: Selectable) -> Selector:
@@ -140,7 +211,7 @@ def as_selector(wish: Selectable) -> Selector:
         parts = [as_selector(each) for each in wish]
         names = tuple([each for part in parts for each in part.names])
         shown = f"[{', '.join(map(str, parts))}]"
-        return Selector(lambda parameter: any(part.selects(parameter) for part in parts), shown, names=names)
+        return Selector(_AnyOf(tuple(parts)), shown, names=names)
     if wish is not None and (is_module(type(wish)) or is_node(wish) or library_of(wish)):
         kind = f"an array of {library_of(wish)}" if library_of(wish) else f"a {type(wish).__name__}"
         raise PathError(f"{kind} selects nothing: give the path of the branch or the parameter, as the state shows it")
