@@ -275,7 +275,7 @@ def _wrong(rule: op.Rule) -> list[tuple[str, Any]]:
         flag, text, part = isinstance(value, bool) or name == "factored", isinstance(value, str), name == "fallback"
         bad: list[Any] = [math.nan, -math.inf, "0.1", [0.1], np.array([0.1, 0.2]), 1 + 1j, {"a": 0.1}, op.Adam, b"1"]
         bad += [0.5, 2, -1] if flag or text or part else [True, False]
-        bad += [None] if name not in ("beta3", "fallback", "factored") and not isinstance(value, tuple) else []
+        bad += [None] if name not in ("beta3", "fallback", "factored", "adjust_lr_fn") and not isinstance(value, tuple) else []
         bad += [1.5, math.inf, lambda step: 1] if whole else []
         bad += [] if name in ("clip_value", "max_norm") else [math.inf]
         bad += [-1.0] if name not in ("dampening", "beta2_decay", "unit_axis", "ns_coefficients") else []

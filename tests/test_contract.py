@@ -295,8 +295,8 @@ def test_scalars_of_many_steps_are_those_of_each(rule: op.Rule) -> None:
             alone = member.scalars(step, **member.memory)
             assert alone.keys() == together.keys()
             for name, value in alone.items():
-                # NumPy and Python may raise to a power with a last bit of difference.
-                assert np.broadcast_to(together[name], steps.shape)[at] == pytest.approx(value, rel=1e-13, abs=0)
+                # NumPy and Python may raise to a power with a last bit of difference, and RAdam subtracts such powers.
+                assert np.broadcast_to(together[name], steps.shape)[at] == pytest.approx(value, rel=1e-11, abs=0)
 
 
 def test_rules_that_differ_in_numbers_alone_run_the_same_program(rule: op.Rule) -> None:

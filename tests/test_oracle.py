@@ -964,9 +964,8 @@ class Training(RuleBasedStateMachine):
         else:
             self.change(lambda state: state.thaw(path, rows=rows), lambda oracle: oracle.thaw_rows(name, mask))
 
-    def refused_for_rows(self, new: Callable[[op.State], op.State], keys: Keys) -> bool:
+    def refused_for_rows(self, new: Callable[[op.State], op.State], name: str, look: Look) -> bool:
         """Whether rows cannot be told at a place: surely where the view moves them; the library may be more careful than that."""
-        name, look, _ = self.world.places[keys]
         if not look.steps or not look.keeps_rows(self.world.oracle[name].value.shape):
             return bool(look.steps)
         try:
@@ -1032,7 +1031,7 @@ class Training(RuleBasedStateMachine):
             return state.untie(path)
 
         def same(oracle: Oracle) -> None:
-            if oracle[name].frozen_rows.any() and self.refused_for_rows(new, keys):
+            if oracle[name].frozen_rows.any() and self.refused_for_rows(new, name, look):
                 raise RefusedError("its frozen rows are no rows there")
             oracle.parameters[alone] = oracle[name].looked_at(look.see)
 
@@ -1050,7 +1049,21 @@ class Training(RuleBasedStateMachine):
             return
         loser, winner, view, look = data.draw(st.sampled_from(options))
         alias, path = draw_form(data.draw, world.canonical[loser]), draw_form(data.draw, world.canonical[winner])
-        self.change(lambda state: state.tie(alias, path, view=view), lambda oracle: oracle.without([loser]))
+
+        def new(state: op.State) -> op.State:
+            return state.tie(alias, path, view=view)
+
+        def same(oracle: Oracle) -> None:
+            one, other = oracle[loser], oracle[winner]
+            if one.frozen != other.frozen:
+                raise RefusedError("one is frozen, the other is not")
+            alike = np.array_equal(one.frozen_rows, other.frozen_rows)
+            if one.frozen_rows.any() and (not alike or self.refused_for_rows(new, winner, look)):
+                raise RefusedError("its frozen rows are not those of the other")
+            oracle.without([loser])
+
+        if not self.change(new, same):
+            return
         for keys in world.of(loser):
             own = world.places[keys]
             world.places[keys] = Place(winner, look.then(own.look), own.owners)

@@ -332,7 +332,7 @@ def test_what_has_no_values_is_an_error() -> None:
         op.setup(op.Adam(), module)
     real = nn.Linear(2, 2)
     state = op.setup(op.Adam(), real)
-    with pytest.raises(ModelError, match=r"\w+: the state was made on cpu, but the model is on meta; move it back"):
+    with pytest.raises(ModelError, match=r"\w+: the state was made on cpu, but the model is on meta; call adapt"):
         op.update_(state, module, {"bias": torch.ones(2)})
     with pytest.raises(GradientError, match="weight: the gradient is on meta, the parameter on cpu"):
         op.update_(state, real, {"weight": torch.ones(2, 2, device="meta")})

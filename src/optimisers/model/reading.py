@@ -67,8 +67,8 @@ def _check_values(found: Sequence[tuple[Path, Any]]) -> None:
             if type(error).__name__ != "UnexpectedTracerError":
                 raise
             raise ModelError(
-                f"{where(path)} is a traced array that was kept from a jax.jit, grad or vmap which is over; return the model from "
-                "the function instead of storing it on the side"
+                f'"{where(path)}" is a traced array that was kept from a jax.jit, grad or vmap which is over; return the model '
+                "from the function instead of storing it on the side"
             ) from error
 
 

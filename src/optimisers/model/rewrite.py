@@ -36,7 +36,7 @@ def tied(goes: Parameter, alias: Path, stays: Parameter, path: Path, view: str |
     if goes.frozen != stays.frozen:
         one, other = (alias, path) if goes.frozen else (path, alias)
         raise TieError(f"{one} is frozen and {other} is not, and they would be one parameter; freeze or thaw both first")
-    if goes.frozen_rows and goes.frozen_rows != stays.frozen_rows:
+    if goes.frozen_rows and not (rows_through(seen) and goes.frozen_rows == stays.frozen_rows):
         raise TieError(f"rows of {alias} are frozen, which {path} lacks; thaw them first, and freeze those of {path}")
     if goes.aliases and seen != SAME:
         raise TieError(f"{alias} has ties of its own, so it can only be tied as it is; tie {path} to it instead")
