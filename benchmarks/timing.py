@@ -56,8 +56,7 @@ def race(steps: Mapping[str, Step], effort: Effort) -> dict[str, Timing]:
     - `effort`: how much is measured.
     """
     with _no_collection():
-        batches, wanted, brief = _calibrated(steps, effort)
-        samples: dict[str, list[float]] = {name: [] for name in steps}
+        batches, wanted, samples, brief = _calibrated(steps, effort)
         rounds, names = max(wanted.values()), list(steps)
         end = time.perf_counter() + effort.limit
         for turn in range(rounds):
@@ -73,19 +72,25 @@ def race(steps: Mapping[str, Step], effort: Effort) -> dict[str, Timing]:
     return {name: Timing(min(taken), statistics.median(taken), len(taken), batches[name]) for name, taken in samples.items()}
 
 
-def _calibrated(steps: Mapping[str, Step], effort: Effort) -> tuple[dict[str, int], dict[str, int], set[str]]:
-    """After a step to warm up: how many steps make a sample, how many samples are wanted, and whose step is brief enough that
-    another one goes before each sample, to fill the caches after the pause."""
-    batches, wanted, brief = {}, {}, set()
+def _calibrated(
+    steps: Mapping[str, Step], effort: Effort
+) -> tuple[dict[str, int], dict[str, int], dict[str, list[float]], set[str]]:
+    """After a step to warm up: how many steps make a sample, how many more samples are wanted than there are, those of slow steps,
+    and whose step is brief enough that another one goes before each sample, to fill the caches after the pause."""
+    batches, wanted, samples, brief = {}, {}, {}, set()
     for name, step in steps.items():
         step()
         time.sleep(effort.pause)
         once = _seconds(step, 1)
         batches[name] = max(1, math.ceil(effort.sample / once))
         wanted[name] = min(effort.most, max(effort.fewest, int(effort.seconds / (once * batches[name]))))
+        samples[name] = []
         if once < _BRIEF:
             brief.add(name)
-    return batches, wanted, brief
+        else:
+            samples[name].append(once)
+            wanted[name] -= 1
+    return batches, wanted, samples, brief
 
 
 def _seconds(step: Step, times: int) -> float:

@@ -77,6 +77,8 @@ def carried(old: Program, slots: tuple[Any, ...] | None, new: Program) -> list[A
 
     That is the slot of the same name and kind in the same member; else in a member that the new program lacks.
     """
+    if new is old and slots is not None:
+        return list(slots)
     left = dict(zip(_places(old), slots or (), strict=False))
     stay = {member.name for member in new.members}
     found = []

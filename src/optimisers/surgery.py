@@ -406,7 +406,8 @@ class Adapting:
         old, own = self.old.parameters[at], self.old.slots[at]
         if own is None:
             return None if record.frozen or asleep else self._fresh(record, array)
-        program, before = program_of(self.rules[record.group]), self.old.layout.programs[old.group]
+        before = self.old.layout.programs[old.group]
+        program = before if record.group == old.group else program_of(self.rules[record.group])
         same_place = (record.library, record.device, record.dtype, record.shape) == (old.library, old.device, old.dtype, old.shape)
         if view == SAME and same_place and first and self.values is None:
             return own

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
+import numpy as np
+
 from optimisers.model.paths import BOXED
 
 __all__ = ["apart", "is_key", "is_nnx_module", "is_node", "is_variable", "key_like", "key_numbers", "trains"]
@@ -38,7 +40,8 @@ def is_nnx_module(kind: type) -> bool:
 
 def is_key(array: Any) -> bool:
     """Whether an array holds keys of JAX's random numbers, such as the one that a Dropout of Flax keeps."""
-    return str(getattr(array, "dtype", "")).startswith("key<")
+    dtype = getattr(array, "dtype", None)
+    return not isinstance(dtype, np.dtype) and str(dtype).startswith("key<")
 
 
 def key_numbers(keys: Any) -> Any:

@@ -142,22 +142,23 @@ def _adafactor(factored: bool, relative_step: bool, scale_parameter: bool, own_e
     def apply(xp: Any, g: Any, p: Any, h: Any, slots: Any) -> Any:
         if 0 in g.shape:
             return g, slots
-        # A pass over a large array costs more than all arithmetic, so roots are taken of rows and columns.
+        # A new large array costs more than all arithmetic: roots are taken of rows and columns, and the step is scaled where it is.
         tiny = h.tiny if own_eps else xp.epsilon(p)
         square = xp.abs2(g)
         if factored:
             row = slots[0] + h.w * (xp.mean(square, axis=-1, keepdims=True) - slots[0])
             column = slots[1] + h.w * (xp.mean(square, axis=-2, keepdims=True) - slots[1])
-            root = xp.sqrt(row / xp.maximum(xp.mean(row, axis=-2, keepdims=True), tiny)) * xp.sqrt(column)
+            inverse = 1 / xp.sqrt(row / xp.maximum(xp.mean(row, axis=-2, keepdims=True), tiny)) * (1 / xp.sqrt(column))
             new: tuple[Any, ...] = (row, column)
         else:
             nu = slots[0] + h.w * (square - slots[0])
-            root = xp.sqrt(nu)
+            inverse = 1 / xp.sqrt(nu)
             new = (nu,)
-        step = g / xp.maximum(root, tiny)
+        # As an array, so that 1/0 is infinite.
+        step = xp.minimum(inverse, 1 / xp.maximum(tiny, 0.0)) * g
         rate = xp.minimum(h.lr, h.relative) if relative_step else h.lr
         rate = rate * xp.maximum(_rms(xp, p), h.least) if scale_parameter else rate
-        step = step * (rate / xp.maximum(_rms(xp, step) / h.d, h.one))
+        step *= rate / xp.maximum(_rms(xp, step) / h.d, h.one)
         return (step if isinstance(h.decay, float) and h.decay == 0 else step + h.decay * p), new
 
     return apply
