@@ -1,5 +1,6 @@
 """What the package itself costs: the time of its import, and the size of its wheel: `python -m benchmarks.package`."""
 
+import os
 import statistics
 import subprocess
 import sys
@@ -18,8 +19,9 @@ _IMPORT = "import time, numpy; start = time.perf_counter(); import optimisers; p
 
 
 def _import(scale: Scale) -> Outcome:
-    """`import optimisers` after `import numpy`, each time in a process of its own; the first fills the caches."""
-    taken = [float(_output("-c", _IMPORT)) for _ in range(3 if scale.quick else 12)][1:]
+    """`import optimisers` after `import numpy`, each time in a process of its own; the first compiles, as an installation does."""
+    settings = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(scale.folder)}
+    taken = [float(_output("-c", _IMPORT, **settings)) for _ in range(3 if scale.quick else 12)][1:]
     timing = Timing(min(taken), statistics.median(taken), len(taken), 1)
     return Outcome({"import": timing}, [Figure("import", "import, beyond NumPy's, seconds", timing.median, IMPORT)])
 
@@ -31,8 +33,9 @@ def _wheel(scale: Scale) -> Outcome:
     return Outcome(figures=[Figure("wheel", "wheel, kB", wheel.stat().st_size / 1e3, WHEEL)])
 
 
-def _output(*arguments: str) -> str:
-    return subprocess.run([sys.executable, *arguments], cwd=_ROOT, check=True, capture_output=True, text=True).stdout
+def _output(*arguments: str, **settings: str) -> str:
+    command, environment = [sys.executable, *arguments], {**os.environ, **settings}
+    return subprocess.run(command, cwd=_ROOT, env=environment, check=True, capture_output=True, text=True).stdout
 
 
 SECTIONS: Mapping[str, Section] = {"import": _import, "wheel": _wheel}
