@@ -379,6 +379,10 @@ def test_the_public_names_are_what_dir_shows() -> None:
         ({"measured": lambda xp, h: {}}, r"Mistaken\.measured takes \(xp, h\); it takes \(xp, h, sum_1\), and no self"),
         ({"scalars": lambda self: {}}, r"Mistaken\.scalars takes \(self\); it takes \(self, step\)$"),
         ({"apply": lambda self, xp, g, p, h: g}, r"it takes \(xp, g, p, h, slots\), and no self"),
+        (
+            {"memory": {"best": 1.0}, "remember": lambda xp, h, n: {}},
+            r"Mistaken\.remember takes \(xp, h, n\); it takes \(h, best\)",
+        ),
         ({"scope": "leafs"}, r"""Mistaken\.scope is 'leafs'; a scope is "leaf" or "tree\""""),
     ],
 )
@@ -386,6 +390,22 @@ def test_what_a_rule_says_has_the_arguments_that_it_is_called_with(said: dict[st
     kernel = {} if "apply" in said else {"kernel": lambda xp, g, p, h, mu: (g, mu)}
     with pytest.raises(HyperparameterError, match=message):
         op.rule(type("Mistaken", (op.Rule,), {"__annotations__": {}, "slots": {"mu": op.LIKE}, **kernel, **said}))
+
+
+def test_arguments_with_defaults_and_those_by_name_are_arguments() -> None:
+    @op.rule
+    class Power(op.Rule):
+        slots = {"mu": op.LIKE}
+
+        def scalars(self, step: Any = 1) -> dict[str, Any]:
+            return {"lr": 0.5 / step}
+
+        def kernel(xp: Any, g: Any, p: Any, h: Any, mu: Any = None, factor: Any = 2.0) -> Any:
+            return h.lr * factor * g, mu + g
+
+    model = {"w": np.ones(2)}
+    _, model = op.update(op.setup(Power(), model), model, {"w": np.ones(2)})
+    assert model["w"].tolist() == [0.0, 0.0]
 
 
 def test_what_follows_from_sums_is_told_by_name() -> None:

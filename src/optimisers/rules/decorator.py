@@ -64,20 +64,23 @@ def _check_arguments(cls: type[Rule]) -> None:
     """Check the arguments of what a rule says: a kernel and its like are functions of elements, not methods."""
     slots, memory = cls.slots, cls.memory
     elements = ["xp", "g", "p", "h", *(slots if isinstance(slots, Mapping) else ())]
-    arguments = {
+    arguments: dict[str, list[str]] = {
         "kernel": elements,
         "measure": elements,
         "measured": ["xp", "h", *(f"sum_{at + 1}" for at in range(cls.sums))],
         "apply": ["xp", "g", "p", "h", "slots"],
         "scalars": ["self", "step", *(memory if isinstance(memory, Mapping) else ())],
     }
+    if isinstance(memory, Mapping):
+        arguments["remember"] = ["h", *memory]
     for name, wanted in arguments.items():
         function = cls.__dict__.get(name)
         if isinstance(function, property) or not callable(function) or (wanted is elements and not isinstance(slots, Mapping)):
             continue
         names = list(inspect.signature(getattr(function, "__func__", function)).parameters.values())
-        plain = [each for each in names if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]
-        fits = any(each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in names) or len(plain) == len(wanted)
+        plain = [each for each in names if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+        needed = [each for each in plain if each.default is each.empty]
+        fits = len(plain) < len(names) or len(needed) <= len(wanted) <= len(plain)
         if not fits or (wanted[0] != "self" and names[0].name == "self"):
             no_self = "" if wanted[0] == "self" else ", and no self"
             raise HyperparameterError(
