@@ -34,7 +34,7 @@ SAID = {
     "is compiled and PyTorch has no fused kernel; *without Numba* takes those kernels.",
     "jax_step": "Against Optax, on one device, the CPU. *Bytes accessed* are those of XLA's own account of the compiled step.",
     "rules": "One array of 30 M float32 elements (Muon: 512 × 512). Milliseconds a step, the least of a run; in parentheses "
-    "the time of optimisers, relative to it.",
+    "the time of optimisers, relative to it. PyTorch's Muon multiplies in bfloat16, which some processors have units for.",
     "files": "A state and a model of 1.5 GB, against the writer and reader of safetensors on the same arrays.",
     "monitor": "What a `Monitor` that samples every tenth step adds to a step, as a share of its time.",
     "growth": "Milliseconds, by the number of parameters of 16 elements, and by that of the elements of one parameter, in float32 "
