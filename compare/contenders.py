@@ -1,5 +1,6 @@
 """Who is compared, and one case of one of them: `python -W ignore -m compare.contenders CONTENDER CASE` prints what it did."""
 
+import contextlib
 import importlib
 import inspect
 import json
@@ -8,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -88,7 +90,7 @@ def has(contender: Contender, case: str) -> bool:
 
 
 def answer(contender: Contender, case: str) -> dict[str, Any]:
-    """What a contender does in a case: values it found, or its error; nothing where it has no means."""
+    """What a contender does in a case, in an empty folder: values it found, or its error; nothing where it has no means."""
     function = contender.function(case)
     if function is None:
         return {}
@@ -99,7 +101,8 @@ def answer(contender: Contender, case: str) -> dict[str, Any]:
 
         arguments = [Arrays(contender.array)]
     try:
-        found = function(*arguments)
+        with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+            found = function(*arguments)
     except Exception as error:  # noqa: BLE001
         return how | {"error": f"{type(error).__name__}: {error}".splitlines()[0], "text": str(error)}
     return {} if found is None else how | {"found": _plain(found)}

@@ -1,10 +1,10 @@
 """This library, on trees of NumPy's, JAX's and PyTorch's arrays; gradients are given."""
 
+import os
 import pickle
 import signal
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +62,6 @@ def _tied_grads(array: Arrays) -> Any:
 
 def _slot(array: Arrays, state: Any, path: str, name: str = "mu") -> Any:
     return array.read(state[path].slots[name])
-
-
-def _folder() -> Path:
-    return Path(tempfile.mkdtemp())
 
 
 # Ties
@@ -236,7 +232,7 @@ def f7(array: Arrays) -> Any:
     grads = {"a": array(1.0), "b": array(1.0)}
     state, model = _steps(op.setup(op.Adam(0.1), model), model, grads, grads)
     state, model = _steps(state.freeze("b"), model, grads)
-    file = _folder() / FILE
+    file = Path(FILE)
     op.save(file, state, model)
     state, model, *_ = op.load(file, {"a": array(0.0), "b": array(0.0)})
     state = state.thaw("b")
@@ -376,7 +372,7 @@ def r9(array: Arrays) -> Any:
 
 
 def _reloaded(state: Any, model: Any, other: Any) -> Any:
-    file = _folder() / FILE
+    file = Path(FILE)
     op.save(file, state, model)
     return op.load(file, other)
 
@@ -421,7 +417,7 @@ def s5(array: Arrays) -> Any:
 
 def s7(array: Arrays) -> Any:
     model = {"p": array([1.0] * 1000)}
-    file = _folder() / FILE
+    file = Path(FILE)
     op.save(file, op.setup(op.Adam(0.1), model), model)
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     op.load(file, model)
@@ -429,7 +425,7 @@ def s7(array: Arrays) -> Any:
 
 
 def s8(array: Arrays) -> Any:
-    file = _folder() / FILE
+    file = Path(FILE)
     model = {"p": array([1.0] * 1_000_000)}
     op.save(file, op.setup(op.Descent(0.1), model), model)
     killed_while_saving("compare.ours", array.library, file)
@@ -446,8 +442,9 @@ def killed_while_saving(module: str, *arguments: Any) -> None:
         "resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))\n"
         "module.overwrite(*sys.argv[2:])\n"
     )
-    root = Path(__file__).parents[1]
-    done = subprocess.run([sys.executable, "-c", code, module, *map(str, arguments)], cwd=root, check=False, capture_output=True)
+    command = [sys.executable, "-c", code, module, *map(str, arguments)]
+    root = str(Path(__file__).parents[1])
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": root}, check=False, capture_output=True)
     if done.returncode != -signal.SIGXFSZ:
         raise AssertionError(f"it was to be killed, and ended with {done.returncode}")
 

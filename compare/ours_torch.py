@@ -1,5 +1,6 @@
 """This library in PyTorch's own loops: modules, schedulers, `GradScaler`, files of wrapped models."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -7,7 +8,7 @@ from torch import nn
 
 import optimisers as op
 from compare.ours import *  # noqa: F403
-from compare.ours import FILE, Arrays, _folder
+from compare.ours import FILE, Arrays
 from compare.torch_models import PARALLEL, SCHEDULERS, Linear
 from optimisers.interop.torch_optim import Optimizer
 
@@ -58,7 +59,7 @@ def s6(array: Arrays) -> Any:
     state = op.setup(op.Adam(0.1), wrapped)
     net.weight.sum().backward()
     state, _ = op.update_(state, wrapped)
-    file = _folder() / FILE
+    file = Path(FILE)
     op.save(file, state, wrapped)
     plain = Linear(1.0)
     state, *_ = op.load(file, plain)

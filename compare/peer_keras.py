@@ -1,7 +1,6 @@
 """Keras 3 on its JAX backend: layers, `trainable`, `optimizer.apply`."""
 
 import pickle
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +61,6 @@ def _list(variable: Any) -> Any:
 def _moments(optimizer: Any, variable: Any) -> Any:
     at = optimizer._get_variable_index(variable)
     return {"mu": _list(optimizer._momentums[at]), "nu": _list(optimizer._velocities[at])}
-
-
-def _folder() -> Path:
-    return Path(tempfile.mkdtemp())
 
 
 def _tied() -> Any:
@@ -274,7 +269,7 @@ def _through_store(optimizer: Any, fresh: Any, variables: Any) -> Any:
     """As `model.save` writes and reads the state of an optimiser."""
     store: dict[str, Any] = {}
     optimizer.save_own_variables(store)
-    file = _folder() / "optimizer.npz"
+    file = Path("optimizer.npz")
     np.savez(file, **store)
     fresh.build(variables)
     with np.load(file) as found:
@@ -499,7 +494,7 @@ def _model(value: float, size: int) -> Any:
 
 def s7() -> Any:
     """`save_weights`, `load_weights`."""
-    model, file = _model(1.0, 10_000), _folder() / "net.weights.h5"
+    model, file = _model(1.0, 10_000), Path("net.weights.h5")
     model.save_weights(file)
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     model.load_weights(file)
@@ -508,7 +503,7 @@ def s7() -> Any:
 
 def s8() -> Any:
     """`save_weights` writes into the file itself."""
-    model, file = _model(1.0, 1_000_000), _folder() / "net.weights.h5"
+    model, file = _model(1.0, 1_000_000), Path("net.weights.h5")
     model.save_weights(file)
     killed_while_saving("compare.peer_keras", file)
     model.load_weights(file)

@@ -1,7 +1,6 @@
 """MLX on the CPU: `nn.Module`, `nn.value_and_grad`, `freeze`, `optimizer.update`."""
 
 import copy
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +37,6 @@ def _step(optimizer: Any, net: Any, loss: Any) -> None:
 
 def _all(net: Any) -> Any:
     return {name: value.tolist() for name, value in tree_flatten(net.parameters())}
-
-
-def _folder() -> Path:
-    return Path(tempfile.mkdtemp())
 
 
 def _tied() -> Any:
@@ -224,7 +219,7 @@ def f6() -> Any:
 
 def _saved(optimizer: Any) -> Any:
     """As its documentation saves and loads a state."""
-    file = str(_folder() / "optimizer.safetensors")
+    file = "optimizer.safetensors"
     mx.save_safetensors(file, dict(tree_flatten(optimizer.state)))
     return tree_unflatten(list(mx.load(file).items()))
 
@@ -436,7 +431,7 @@ def s5() -> Any:
     """`mx.save_safetensors`."""
     net, optimizer = Net(p=mx.arange(8.0).reshape(2, 4).T), _adam(0.0)
     optimizer.update(net, {"p": net.p})
-    file = str(_folder() / "net.safetensors")
+    file = "net.safetensors"
     net.save_weights(file)
     state, net = _saved(optimizer), Net(p=mx.zeros((4, 2)))
     net.load_weights(file)
@@ -445,7 +440,7 @@ def s5() -> Any:
 
 def s7() -> Any:
     """`load_weights`."""
-    net, file = Net(p=mx.ones(1000)), _folder() / "net.safetensors"
+    net, file = Net(p=mx.ones(1000)), Path("net.safetensors")
     net.save_weights(str(file))
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     net.load_weights(str(file))
@@ -455,7 +450,7 @@ def s7() -> Any:
 
 def s8() -> Any:
     """`save_weights` writes into the file itself."""
-    net, file = Net(p=mx.ones(1_000_000)), _folder() / "net.safetensors"
+    net, file = Net(p=mx.ones(1_000_000)), Path("net.safetensors")
     net.save_weights(str(file))
     killed_while_saving("compare.peer_mlx", file)
     net.load_weights(str(file))

@@ -1,7 +1,6 @@
 """torch.optim: modules, `backward`, `zero_grad`; in the loop that its documentation shows."""
 
 import pickle
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ def _grad(parameter: Any, value: Any) -> None:
 
 
 def _file(saved: Any) -> Path:
-    file = Path(tempfile.mkdtemp()) / "state.pt"
+    file = Path("state.pt")
     torch.save(saved, file)
     return file
 
