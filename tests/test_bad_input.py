@@ -200,6 +200,13 @@ def test_a_model_and_a_state_that_changed_places() -> None:
         op.update(model, state, model)  # type: ignore[arg-type]
 
 
+def test_what_was_not_unpacked() -> None:
+    model = {"w": np.ones(2)}
+    stepped = op.update(op.setup(op.Adam(), model), model, model)
+    with pytest.raises(OptimiserError, match=r"not tuple; give the first in it, as in state, model = update\("):
+        op.update(stepped, model, model)  # type: ignore[arg-type]
+
+
 READ_ONLY = np.ones(2)
 READ_ONLY.flags.writeable = False
 

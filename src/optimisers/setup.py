@@ -30,7 +30,8 @@ def setup(
     """Make the state of a model's training: finds its parameters and its ties, and gives each parameter a rule and slots.
 
     Parameters are the floating and complex arrays of the model. Several occurrences of one array, or of its transpose or
-    reshape in the same memory, are one parameter. Everything else in the model (integers, functions, strings) passes through.
+    reshape in the same memory, are one parameter. Everything else in the model (integers, Python's numbers, NumPy's
+    scalars, functions, strings) passes through: a number that is to train is an array without dimensions, `np.asarray(1.0)`.
 
     **Arguments:**
 

@@ -602,8 +602,12 @@ def check_state(value: Any, caller: str) -> None:
     **Raises** `ModelError`.
     """
     if not isinstance(value, State):
-        held = isinstance(getattr(value, "op_state", None), State)
-        hint = "give its op_state" if held else "mind the order of the arguments"
+        if isinstance(getattr(value, "op_state", None), State):
+            hint = "give its op_state"
+        elif isinstance(value, tuple) and any(isinstance(each, State) for each in value[:1]):
+            hint = "give the first in it, as in state, model = update(state, model, grads)"
+        else:
+            hint = "mind the order of the arguments"
         raise ModelError(f"{caller} takes a State, as setup makes one, and not {type(value).__name__}; {hint}")
 
 
