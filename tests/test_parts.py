@@ -195,9 +195,10 @@ def test_averages_keep_ties_and_dtypes_and_leave_the_others_be(sharing_backend: 
     assert_close(b.read(found["half"]), [0.85], 1e-3)
     assert np.shares_memory(b.read(found["a"]), b.read(found["t"]))
     assert tuple(found["t"].shape) == (3, 2)
-    assert all(found[name] is model[name] for name in ("frozen", "late", "plain"))
-    # They are copies: the state is not in them.
+    assert all(b.read(found[name]).tolist() == b.read(model[name]).tolist() for name in ("frozen", "late", "plain"))
+    # They are copies: neither the state nor the model is in them.
     assert not np.shares_memory(b.read(found["a"]), b.read(leaf(state, "a").slots["average"]))
+    assert not any(np.shares_memory(b.read(found[name]), b.read(model[name])) for name in model)
 
 
 def test_an_average_added_amid_training_keeps_moments_and_count(backend: Backend) -> None:
@@ -206,7 +207,7 @@ def test_an_average_added_amid_training_keeps_moments_and_count(backend: Backend
     mu = leaf(state, "w").slots["mu"]
     state = state.replace(op.Chain(op.Adam(0.1), op.Average(0.5)))
     assert (leaf(state, "w").slots["mu"] is mu, leaf(state, "w").step) == (True, 2)
-    assert op.averaged(state, model)["w"] is model["w"]
+    assert _read(backend, op.averaged(state, model)["w"]) == _read(backend, model["w"])
     before = _read(backend, model["w"])[0]
     state, model = op.update(state, model, one)
     assert_close(backend.read(op.averaged(state, model)["w"]), [(before + _read(backend, model["w"])[0]) / 2], 1e-12)
@@ -756,6 +757,38 @@ def test_the_average_of_a_module_is_a_module_with_its_parameters_and_ties() -> N
     assert average[1].weight is average[0].weight
     assert average[0].weight.is_leaf
     assert average[0].weight.requires_grad
+
+
+def test_an_average_stays_what_it_was_while_the_model_trains_on() -> None:
+    module: Any = torch.nn.Sequential(
+        torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1), torch.nn.BatchNorm1d(1)
+    )
+    module[3] = module[1]
+    module[2] = torch.nn.Linear(3, 3)
+    module[2].weight.requires_grad_(requires_grad=False)
+    table = torch.nn.Parameter(torch.ones(2, 3))
+    model = {"net": module, "left out": table, "tied": table, "ids": torch.arange(3)}
+    state = op.setup(op.Chain(op.SGD(0.1), op.Average(0.5)), model, trainable="net", frozen="net.0")
+    for _ in range(2):
+        module(torch.randn(4, 3)).square().sum().backward()
+        state, model = op.update_(state, model)
+    best = op.averaged(state, model)
+    before = copy.deepcopy(best)
+    assert best["net"][3] is best["net"][1]
+    assert best["tied"] is best["left out"]
+    assert not best["net"][2].weight.requires_grad
+    model["ids"] += 1
+    state = state.thaw()
+    with torch.no_grad():
+        table += 1
+    for _ in range(2):
+        module(torch.randn(4, 3)).square().sum().backward()
+        state, model = op.update_(state, model)
+    assert not torch.equal(module[1].running_mean, best["net"][1].running_mean)
+    for name, value in before["net"].state_dict().items():
+        assert torch.equal(best["net"].state_dict()[name], value), name
+    assert torch.equal(best["left out"], before["left out"])
+    assert torch.equal(best["ids"], before["ids"])
 
 
 def test_a_module_trains_on_after_it_was_evaluated() -> None:

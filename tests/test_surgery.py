@@ -102,8 +102,30 @@ def test_a_rename_that_cannot_be_is_an_error(rename: Any, message: str) -> None:
 
 def test_what_is_renamed_to_what_the_model_lacks_starts_afresh() -> None:
     model = _nested({"encoder.0.w": np.ones(2), "encoder.1.w": np.ones(2), "head": np.ones(2)})
-    _, report = op.adapt(op.setup(op.Adam(), model), model, rename={"encoder": "head"})
-    assert len(report.fresh) == 2
+    state = op.setup(op.Adam(), model)
+    new = _nested({"trunk.0.w": np.ones(2), "head": np.ones(2)})
+    _, report = op.adapt(state, new, rename={"encoder": "trunk"})
+    assert (list(map(str, report.kept)), list(map(str, report.dropped))) == (["head", "trunk.0.w"], ["encoder.1.w"])
+
+
+@pytest.mark.parametrize(
+    ("rename", "message"),
+    [
+        ({"layers": "encoder"}, '"layers.0" becomes "encoder.0", where the model has nothing .*; did you mean "encoder"'),
+        ({re.compile("^layers"): "encodr.layers"}, '"layers.0" becomes "encodr.layers.0", where the model has nothing'),
+        (lambda path: ("x", *path), '"head" becomes "x.head", where the model has nothing'),
+        ({"": "cls"}, '"head" becomes "cls.head", where the model has nothing'),
+    ],
+)
+def test_a_rename_of_which_nothing_arrives_is_an_error(rename: Any, message: str, tmp_path: Path) -> None:
+    model = {"layers": [np.ones(2)], "head": np.ones(2)}
+    state = op.setup(op.Adam(), model)
+    new = {"encoder": {"layers": [np.ones(2)]}, "head": np.ones(2)}
+    with pytest.raises(PathError, match=message):
+        op.adapt(state, new, rename=rename)
+    op.save(tmp_path / "run.safetensors", state, model)
+    with pytest.raises(PathError, match=message):
+        op.load(tmp_path / "run.safetensors", new, rename=rename, strict=False)
 
 
 def test_a_new_parameter_among_several_rules_needs_one() -> None:
@@ -514,7 +536,7 @@ def test_a_place_of_another_shape_takes_the_rule_that_is_given_where_its_own_doe
 @pytest.mark.parametrize(
     ("new", "message"),
     [
-        ("encodr", 'rename: "trunk" becomes "encodr", where the model has nothing .*; did you mean "encoder"'),
+        ("encodr", 'rename: "trunk.0" becomes "encodr.0", where the model has nothing .*; did you mean "encoder.0"'),
         ("encoder.1", 'where the model has nothing .*; did you mean "encoder.0"'),
     ],
 )
@@ -527,6 +549,30 @@ def test_a_new_name_that_the_model_lacks_is_an_error(new: str, message: str, tmp
     op.save(tmp_path / "run.safetensors", state, model)
     with pytest.raises(PathError, match=message):
         op.load(tmp_path / "run.safetensors", changed, rename={"trunk": new}, strict=False)
+
+
+def test_what_was_left_out_is_brought_in_and_what_trains_is_left_out() -> None:
+    model = {"trunk": np.ones(2), "head": np.ones(2)}
+    state = op.setup(op.Descent(0.1), model, trainable="head")
+    state, model = op.update(state, model, {"head": np.ones(2)})
+    message = r'"trunk" was left out of training .* adapt\(state, model, trainable=…\) brings it in'
+    for change in (state.thaw, state.freeze, state.reset):
+        with pytest.raises(PathError, match=message):
+            change("trunk")
+    same, report = op.adapt(state, model)
+    assert (list(map(str, same)), list(map(str, report.fresh))) == (["head"], [])
+    both, report = op.adapt(state, model, trainable="**")
+    assert (steps_of(both), list(map(str, report.kept)), list(map(str, report.fresh))) == (
+        {"head": 1, "trunk": 0},
+        ["head"],
+        ["trunk"],
+    )
+    both, model = op.update(both, model, {"head": np.ones(2), "trunk": np.ones(2)})
+    assert (model["head"][0], model["trunk"][0]) == (0.8, 0.9)
+    other, report = op.adapt(both, model, trainable="trunk")
+    assert (steps_of(other), list(map(str, report.dropped))) == ({"trunk": 1}, ["head"])
+    with pytest.raises(PathError, match="no parameter matches"):
+        op.adapt(both, model, trainable="trunc")
 
 
 def test_a_layer_that_goes_from_the_middle_leaves_the_others_what_they_had() -> None:

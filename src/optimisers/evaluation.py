@@ -21,9 +21,10 @@ __all__ = ["averaged", "evaluation", "training"]
 
 
 def averaged(state: State, model: Any) -> Any:
-    """The model whose parameters are the running averages that `Average` keeps, ties and dtypes kept.
+    """A copy of the model whose parameters are the running averages that `Average` keeps, ties and dtypes kept.
 
-    Parameters without an average, or that have not trained yet, stand as they are. Of several averages in a chain the last counts.
+    Parameters without an average, or that have not trained yet, are copied as they are, and so are the buffers of modules: what
+    trains on afterwards, in place or not, leaves the copy alone. Of several averages in a chain the last counts.
 
     **Arguments:** `state`: with a rule that holds `Average`; `model`: as it trains, which stays as it is.
 
@@ -43,14 +44,14 @@ def averaged(state: State, model: Any) -> Any:
             changed[at] = _as(array, average)
     if not any(isinstance(member, Average) for rule in state.rules for member in rule.members):
         raise StateError("no rule keeps an average; put Average() at the end of the chain")
-    return view.put(changed)
+    return view.copy(changed)
 
 
 def evaluation(state: State, model: Any) -> tuple[State, Any]:
     r"""The model of schedule-free training as it is to be evaluated, $x = y + (1 - 1/\beta_1)(z - y)$, and a state that knows so.
 
     β₁ is the one of the last step. The state refuses updates until `training` is called. A model that is evaluated already is
-    returned as it is.
+    returned as it is. What does not train and the buffers of modules are shared with the model that is given.
 
     **Arguments:** `state`: with a rule that holds `ScheduleFree`; `model`: as it trains.
 

@@ -10,7 +10,7 @@ from optimisers.errors import DtypeError, OptimiserWarning, PathError
 from optimisers.model.layout import Parameter
 from optimisers.model.paths import Path
 from optimisers.model.reading import parameters_of
-from optimisers.model.select import Selectable, matching
+from optimisers.model.select import Selectable, matching, parted
 from optimisers.model.torch_nodes import is_idle
 from optimisers.model.trees import opened
 from optimisers.state import State, new_state
@@ -58,12 +58,8 @@ def setup(
     """
     check_kind(rule, "setup")
     found = parameters_of(model)
+    found, excluded = (found, frozenset[Any]()) if trainable is None else parted(found, trainable)
     records = [record for record, _ in found]
-    excluded = frozenset[Any]()
-    if trainable is not None:
-        chosen = set(matching(records, trainable))
-        excluded = frozenset(path for at, record in enumerate(records) if at not in chosen for path in record.paths)
-        records = [record for at, record in enumerate(records) if at in chosen]
     if not records:
         warn(
             f"the model has no trainable parameter (no floating or complex array){_unopened(model)}", OptimiserWarning, stacklevel=2

@@ -190,7 +190,7 @@ class State:
 
         **Raises** `PathError` when nothing matches; `ShapeError` for rows that do not fit.
         """
-        chosen = matching(self.layout.parameters, selector)
+        chosen = self._matching(selector)
         if rows is None:
             return self._with(chosen, lambda parameter: parameter._replace(frozen=True))
         return self._with(chosen, lambda parameter: rewrite.with_rows(parameter, rows, frozen=True))
@@ -205,7 +205,7 @@ class State:
 
         **Raises** `PathError` when nothing matches; `ShapeError` for rows that do not fit.
         """
-        chosen = matching(self.layout.parameters, selector)
+        chosen = self._matching(selector)
         if rows is None:
             return self._with(chosen, lambda parameter: parameter._replace(frozen=False, frozen_rows=()))
         return self._with(chosen, lambda parameter: rewrite.with_rows(parameter, rows, frozen=False))
@@ -310,7 +310,7 @@ class State:
             >>> state.adjust("**.bias", weight_decay=0.0)["bias"].rule.weight_decay
             0.0
         """
-        chosen = matching(self.layout.parameters, selector)
+        chosen = self._matching(selector)
         groups = sorted({self.layout.parameters[at].group for at in chosen})
         known = {group: {*self.rules[group].hyperparameters, *member_names(self.rules[group].members)} for group in groups}
         for name in hyperparameters:
@@ -350,7 +350,7 @@ class State:
             raise HyperparameterError("replace takes a rule, or a selector and a rule, in this order")
         check_kind(rule, "replace")
         check_single(self)
-        chosen, choose = matching(self.layout.parameters, selector), chooser(rule)  # type: ignore[arg-type]
+        chosen, choose = self._matching(selector), chooser(rule)  # type: ignore[arg-type]
         check_selectors(rule, [self.layout.parameters[at] for at in chosen])  # type: ignore[arg-type]
         rules, parameters = list(self.rules), list(self.layout.parameters)
         counters, slots = list(self.counters), list(self.slots)
@@ -383,7 +383,7 @@ class State:
         **Raises** `PathError` when nothing matches.
         """
         check_single(self)
-        chosen = matching(self.layout.parameters, selector)
+        chosen = self._matching(selector)
         parameters, slots = list(self.layout.parameters), list(self.slots)
         for at in chosen:
             parameters[at] = parameters[at]._replace(counter=len(self.counters))
@@ -398,7 +398,7 @@ class State:
         **Raises** `PathError` when nothing matches; `StateError` when a selected parameter is live.
         """
         check_single(self)
-        chosen = matching(self.layout.parameters, selector)
+        chosen = self._matching(selector)
         parameters, slots = list(self.layout.parameters), list(self.slots)
         if selector == "**":
             chosen = [at for at in chosen if parameters[at].frozen]
@@ -487,6 +487,9 @@ class State:
             raise PathError(f'no parameter stands at "{Path(path)}"{suggest(str(Path(path)), names)}')
         return at
 
+    def _matching(self, selector: "Selectable") -> list[int]:
+        return matching(self.layout.parameters, selector, self.layout.excluded)
+
     def _with(self, chosen: Iterable[int], change: Callable[[Parameter], Parameter]) -> "State":
         parameters, slots = list(self.layout.parameters), list(self.slots)
         for at in chosen:
@@ -496,7 +499,7 @@ class State:
         return self.arranged(parameters, slots)
 
     def _with_masks(self, selector: "Selectable", combine: Callable[[frozenset[Path], set[Path]], frozenset[Path]]) -> "State":
-        matching(self.layout.parameters, selector)
+        self._matching(selector)
         wish = as_selector(selector)
         parameters = [
             parameter._replace(

@@ -13,7 +13,7 @@ from optimisers.model.paths import Path
 from optimisers.model.reading import equal_values, parameters_of
 from optimisers.model.renaming import Rename, check_targets, renamer
 from optimisers.model.rewrite import rows_seen
-from optimisers.model.select import Selectable, as_selector, matching
+from optimisers.model.select import Selectable, as_selector, matching, parted
 from optimisers.model.ties import SAME, View, rows_through, shape_through
 from optimisers.model.torch_nodes import is_idle, is_module
 from optimisers.rules.base import Rule
@@ -93,6 +93,7 @@ def adapt(
     rename: Rename = None,
     resize: "str | Mapping[Selectable, str] | None" = None,
     rule: "RuleFor | None" = None,
+    trainable: "Selectable | None" = None,
 ) -> tuple[State, Adapted]:
     """The state for a model that has changed: parameters that are still there keep their slots, count, rule and frozen flag.
 
@@ -119,6 +120,7 @@ def adapt(
       and where a policy does not serve, the parameter starts afresh.
     - `rule`: the rule of new parameters, and of old ones of a shape that their own cannot train, as `setup` takes it. By default
       the one of the state, if it has only one.
+    - `trainable`: a selector, as for `setup`: what are parameters from now on. By default what was left out so far stays left out.
 
     **Returns** the new state and an `Adapted` that says what became of each parameter.
 
@@ -142,8 +144,9 @@ def adapt(
     check_state(state, "adapt")
     check_unspent(state)
     found = parameters_of(model)
-    adapting = Adapting(state, found, rename, resize, rule)
-    check_targets(rename, (path for record, _ in found for path in record.paths))
+    adapting = Adapting(state, found, rename, resize, rule, trainable=trainable)
+    paths = [*state.layout.index, *state.layout.excluded]
+    check_targets(rename, adapting.new_name, paths, {path for record, _ in found for path in record.paths})
     return adapting.done()
 
 
@@ -170,6 +173,7 @@ class Adapting:
         rule: "RuleFor | None",
         *,
         values: "Mapping[Path, Any] | None" = None,
+        trainable: "Selectable | None" = None,
     ) -> None:
         check_single(state)
         self.old = state
@@ -181,10 +185,7 @@ class Adapting:
             check_kind(rule, "adapt")
         self.new_name = renamer(rename, [*state.layout.index, *state.layout.excluded])
         self.sources = self._find_sources()
-        self.excluded = frozenset(path for path in map(self.new_name, state.layout.excluded) if path is not None)
-        for path in self.excluded & self.sources.keys():
-            raise PathError(f"rename: {self.sources[path].path} and what did not train would both be called {path}")
-        found = [each for each in found if not self.excluded.issuperset(each[0].paths)]
+        found, self.excluded = self._left_out(found) if trainable is None else parted(found, trainable)
         self.found = [self._rooted(*each) for each in self._with_old_ties(found)]
         self.policy = _policies(resize, [record for record, _ in self.found])
         self.rules: list[Rule] = list(state.rules)
@@ -195,6 +196,13 @@ class Adapting:
         self.merged: set[int] = set()
         self.report: dict[str, Any] = {name: {} for name in ("renamed", "resized", "converted", "fresh", "tied", "untied")}
         self.kept: list[Path] = []
+
+    def _left_out(self, found: Sequence[tuple[Parameter, Any]]) -> tuple[list[tuple[Parameter, Any]], frozenset[Path]]:
+        """Without what did not train so far, and the new names of that."""
+        excluded = frozenset(path for path in map(self.new_name, self.old.layout.excluded) if path is not None)
+        for path in excluded & self.sources.keys():
+            raise PathError(f"rename: {self.sources[path].path} and what did not train would both be called {path}")
+        return [each for each in found if not excluded.issuperset(each[0].paths)], excluded
 
     def _find_sources(self) -> dict[Path, _Source]:
         """For each place of the new model where its state comes from."""

@@ -146,7 +146,7 @@ def load(
     values = _values(contents)
     names = [*values, *({} if contents.document is None else paths_of(contents.document))]
     new_name = plain_names(rename, names, places)
-    check_targets(rename, places)
+    check_targets(rename, new_name, names, places)
     there = _renamed(values, new_name)
     if contents.document is None:
         if resize is not None or rule is not None:

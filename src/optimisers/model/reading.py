@@ -5,12 +5,13 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from optimisers.backends.arrays import device_of, dtype_name, library_of, trainable_dtype
+from optimisers.backends.conversion import copied
 from optimisers.errors import ModelError, TieError, suggest, where
 from optimisers.model.layout import Alias, Layout, Parameter
 from optimisers.model.paths import Path
 from optimisers.model.ties import View, find_ties, same_memory
 from optimisers.model.torch_nodes import check_values, standing_as
-from optimisers.model.trees import Structure, opened
+from optimisers.model.trees import Structure, opened, own_buffers
 from optimisers.rules.base import Rule
 from optimisers.rules.values import is_traced
 
@@ -129,7 +130,9 @@ class Opened:
 
     def put(self, changed: dict[int, Any]) -> Any:
         """A model with other arrays for some parameters, at every occurrence; the others are shared with this one."""
-        leaves = list(self.leaves)
+        return self._put(list(self.leaves), changed)
+
+    def _put(self, leaves: list[Any], changed: dict[int, Any]) -> Any:
         for at, array in changed.items():
             place = self.canonical[at]
             leaves[place] = standing_as(array, leaves[place])
@@ -137,6 +140,20 @@ class Opened:
             if at in changed:
                 leaves[place] = standing_as(view.apply(leaves[self.canonical[at]]), leaves[place])
         return self.rebuild(leaves)
+
+    def copy(self, changed: dict[int, Any]) -> Any:
+        """A model with other arrays for some parameters that shares no array with this one: all else is copied, buffers as well."""
+        taken = {*self.canonical, *(place for _, place, _ in self.aliases)}
+        own: dict[int, Any] = {}
+        leaves = list(self.leaves)
+        for place, leaf in enumerate(leaves):
+            if place not in taken and library_of(leaf) is not None:
+                if id(leaf) not in own:
+                    own[id(leaf)] = standing_as(copied(leaf), leaf)
+                leaves[place] = own[id(leaf)]
+        model = self._put(leaves, {at: changed[at] if at in changed else copied(array) for at, array in enumerate(self.arrays)})
+        own_buffers(model)
+        return model
 
     def rebuild(self, leaves: list[Any]) -> Any:
         """The model with other leaves."""

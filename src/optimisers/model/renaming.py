@@ -1,14 +1,14 @@
 """Renaming paths: by a mapping of branches or regular expressions, or by a function."""
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeAlias
 
 from optimisers.errors import PathError, suggest
 from optimisers.model.paths import Path, branches
 from optimisers.model.torch_nodes import without_shells
 
-__all__ = ["Rename", "plain_names", "renamer"]
+__all__ = ["Rename", "check_targets", "plain_names", "renamer"]
 
 Rename: TypeAlias = Mapping[Any, Any] | Callable[[Path], Any] | None
 """From old paths to new ones: a mapping from branches (or regular expressions over spelled paths) to branches, or a function from a
@@ -53,22 +53,33 @@ def renamer(rename: Rename, paths: Collection[Path]) -> Callable[[Path], Path | 
     return new_name
 
 
-def check_targets(rename: Any, places: Iterable[Path]) -> None:
-    """Check that the model has something at or below each new name that is said for a branch.
+def check_targets(
+    rename: Rename, new_name: Callable[[Path], Path | None], paths: Collection[Path], places: Collection[Path]
+) -> None:
+    """Check that of what each wish renames, by `new_name`, something arrives at a place of the new model.
 
     **Raises** `PathError`, naming the nearest.
     """
-    if not isinstance(rename, Mapping):
+    if rename is None:
         return
-    there = branches(places)
-    for old, new in rename.items():
-        if isinstance(old, re.Pattern) or not isinstance(new, (str, tuple)) or new in ("", ()):
-            continue
-        if str(Path(new)) not in there:
+    for among in [paths] if callable(rename) else (_meant(wish, paths) for wish in rename):
+        moved = [(old, new) for old in among if (new := new_name(old)) is not None]
+        if callable(rename):
+            moved = [(old, new) for old, new in moved if old != new]
+        if moved and not any(new in places for _, new in moved):
+            old, new = moved[0]
             raise PathError(
-                f'rename: "{old}" becomes "{Path(new)}", where the model has nothing (None is for what goes)'
-                f"{suggest(str(Path(new)), there)}"
+                f'rename: "{old}" becomes "{new}", where the model has nothing (None is for what goes)'
+                f"{suggest(str(new), branches(places))}"
             )
+
+
+def _meant(wish: Any, paths: Collection[Path]) -> list[Path]:
+    """The paths that a key of a mapping is about."""
+    if isinstance(wish, re.Pattern):
+        return [path for path in paths if wish.search(str(path))]
+    branch = Path(wish)
+    return [path for path in paths if path.startswith(branch)]
 
 
 def _replaced(pattern: re.Pattern[Any], new: Any, path: Path) -> str:

@@ -17,7 +17,7 @@ from optimisers.model.layout import Parameter
 from optimisers.model.paths import Path, Pattern
 from optimisers.model.torch_nodes import is_module
 
-__all__ = ["Selectable", "Selector", "as_selector", "check_names", "matching", "name", "ndim", "path", "where", "within"]
+__all__ = ["Selectable", "Selector", "as_selector", "check_names", "matching", "name", "ndim", "parted", "path", "where", "within"]
 
 
 class Selector:
@@ -220,8 +220,8 @@ def as_selector(wish: Selectable) -> Selector:
     raise PathError(f"{wish!r} selects nothing: give a path, a glob, a type, a function of the parameter, or a list of these")
 
 
-def matching(parameters: Sequence[Parameter], wish: Selectable) -> list[int]:
-    """The numbers of the parameters that are selected.
+def matching(parameters: Sequence[Parameter], wish: Selectable, excluded: Iterable[Path] = ()) -> list[int]:
+    """The numbers of the parameters that are selected; `excluded` are places of the model that are no parameters of the state.
 
     **Raises** `PathError` when there are none, or a path, name or type in a combination matches none, with the nearest path.
     """
@@ -229,8 +229,24 @@ def matching(parameters: Sequence[Parameter], wish: Selectable) -> list[int]:
     check_names(parameters, selector)
     found = [at for at, parameter in enumerate(parameters) if selector.selects(parameter)]
     if not found:
+        left_out = () if selector.pattern is None else filter(Pattern(selector.pattern).matches, excluded)
+        if any(True for _ in left_out):
+            raise PathError(
+                f"{_shown(selector)} was left out of training when the state was made, and is no parameter of it; "
+                "adapt(state, model, trainable=…) brings it in"
+            )
         raise PathError(f"no parameter matches {_shown(selector)}{_nearest(parameters, selector.pattern)}")
     return found
+
+
+def parted(found: Sequence[tuple[Parameter, Any]], trainable: Selectable) -> tuple[list[tuple[Parameter, Any]], frozenset[Path]]:
+    """The parameters of a model that are to train, with their arrays, and the places of the others.
+
+    **Raises** `PathError` when there are none to train.
+    """
+    chosen = set(matching([record for record, _ in found], trainable))
+    others = (path for at, (record, _) in enumerate(found) if at not in chosen for path in record.paths)
+    return [each for at, each in enumerate(found) if at in chosen], frozenset(others)
 
 
 def check_names(parameters: Sequence[Parameter], selector: Selector) -> None:

@@ -22,6 +22,7 @@ __all__ = [
     "apart",
     "buffers",
     "check_values",
+    "copy_buffers",
     "declared",
     "is_idle",
     "is_module",
@@ -203,6 +204,17 @@ def buffers(module: Any, above: tuple[Hashable, ...] = ()) -> Iterator[tuple[Pat
     for name, child in module._modules.items():
         if child is not None:
             yield from buffers(child, above if name == inner else (*above, _key(name, None)))
+
+
+def copy_buffers(module: Any, own: dict[int, Any]) -> None:
+    """Put copies in the place of all buffers of a module; `own` has those that were made already, by the identity of the old."""
+    for each in module.modules():
+        for name, buffer in each._buffers.items():
+            if buffer is not None:
+                if id(buffer) not in own:
+                    made = own[id(buffer)] = buffer.detach().clone()
+                    own[id(made)] = made
+                each._buffers[name] = own[id(buffer)]
 
 
 def without_shells(path: Path) -> list[Path]:

@@ -10,9 +10,9 @@ from optimisers.errors import ModelError
 from optimisers.model.jax_nodes import is_nnx_module, is_variable
 from optimisers.model.nodes import NAMESPACE, TRAINABLE, open_types, rebuilding
 from optimisers.model.paths import BOXED, Path
-from optimisers.model.torch_nodes import buffers, declared, is_module
+from optimisers.model.torch_nodes import buffers, copy_buffers, declared, is_module
 
-__all__ = ["Structure", "buffers_of", "flatten", "opened"]
+__all__ = ["Structure", "buffers_of", "flatten", "opened", "own_buffers"]
 
 _MEMORY_OF_STRUCTURES = 256
 
@@ -119,9 +119,21 @@ def flatten(model: Any) -> tuple[list[Any], optree.PyTreeSpec]:
 
 def buffers_of(model: Any) -> dict[Path, Any]:
     """The persistent buffers of the modules of PyTorch in a model, which are no nodes of it, by path."""
-    leaves, spec = optree.tree_flatten(model, is_leaf=lambda each: is_module(type(each)), none_is_leaf=True, namespace=NAMESPACE)
-    found = (buffers(leaf, above) for above, leaf in zip(spec.paths(), leaves, strict=True) if is_module(type(leaf)))
+    found = (buffers(module, above) for above, module in _modules(model))
     return {path: buffer for each in found for path, buffer in each}
+
+
+def own_buffers(model: Any) -> None:
+    """Give modules of PyTorch in a model that was made anew copies of the buffers that they share with the old one."""
+    own: dict[int, Any] = {}
+    for _, module in _modules(model):
+        copy_buffers(module, own)
+
+
+def _modules(model: Any) -> list[tuple[Any, Any]]:
+    """The outermost modules of PyTorch, with the paths that they stand at."""
+    leaves, spec = optree.tree_flatten(model, is_leaf=lambda each: is_module(type(each)), none_is_leaf=True, namespace=NAMESPACE)
+    return [(path, leaf) for path, leaf in zip(spec.paths(), leaves, strict=True) if is_module(type(leaf))]
 
 
 _structures: dict[optree.PyTreeSpec, Structure] = {}
