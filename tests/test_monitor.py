@@ -460,6 +460,25 @@ def test_any_writer_of_scalars_serves() -> None:
     assert writer == [("grad_norm/model", 10.0, 1), ("update_ratio/model", pytest.approx(0.2), 1), ("lr/model", 0.1, 1)]
 
 
+@dataclass(frozen=True)
+class Tabled:
+    """A schedule that cannot be hashed."""
+
+    rates: np.ndarray
+
+    def __call__(self, step: Any) -> Any:
+        return float(self.rates[step])
+
+
+@pytest.mark.parametrize("rate", [0.1, Tabled(np.array([0.1, 0.1]))])
+def test_a_rate_that_rules_share_is_written_once(rate: Any) -> None:
+    writer = Scalars()
+    model = {"a": np.ones(2), "b": np.ones(2), "c": np.ones(2)}
+    state = op.setup({"a": op.Adam(rate), "b": op.Chain(op.ClipNorm(1.0), op.AdamW(rate)), "c": op.Descent(0.5)}, model)
+    op.Monitor(every=1, writer=writer).update_(state, model, model)
+    assert [(tag, value) for tag, value, _ in writer if tag.startswith("lr/")] == [("lr/a", 0.1), ("lr/c", 0.5)]
+
+
 @pytest.mark.parametrize("error", [OSError("No space left on device"), ValueError("I/O operation on closed file")])
 def test_a_writer_that_fails_does_not_lose_the_step(error: Exception) -> None:
     writer = mock.Mock()
@@ -469,16 +488,6 @@ def test_a_writer_that_fails_does_not_lose_the_step(error: Exception) -> None:
     with pytest.warns(op.errors.OptimiserWarning, match="step 1"):
         state, model = monitor.update_(op.setup(op.Descent(0.5), model), model, {"w": np.ones(2)})
     assert (state.step, model["w"].tolist(), len(monitor.recording)) == (1, [0.5, 0.5], 1)
-
-
-@dataclass(frozen=True)
-class Tabled:
-    """A schedule that cannot be hashed."""
-
-    rates: np.ndarray
-
-    def __call__(self, step: Any) -> Any:
-        return float(self.rates[step])
 
 
 def test_a_schedule_that_cannot_be_hashed_reaches_a_writer() -> None:
@@ -548,6 +557,9 @@ def test_a_monitor_is_attached_to_an_optimizer_once() -> None:
         monitor.attach(optimizer)
     handle.remove()
     monitor.attach(optimizer)
+    handle.remove()
+    with pytest.raises(op.errors.StateError, match="attached to this optimizer already"):
+        monitor.attach(optimizer)
     optimizer.module.weight.grad = torch.ones(2, 2)
     optimizer.step()
     assert monitor.recording.steps.tolist() == [1]

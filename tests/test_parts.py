@@ -170,6 +170,16 @@ def test_a_closed_gate_leaves_what_rules_remember(numpy_backend: Backend, rule: 
         assert_close(found[name if name in found else f"{type(rule).__name__.lower()}.{name}"], slot, 1e-15)
 
 
+@pytest.mark.parametrize("eps", [1e-39, 0.0, 1e-30])
+def test_adafactor_leaves_a_row_without_a_gradient_alone(backend: Backend, eps: float) -> None:
+    grads = {"w": backend.array([[0.0, 0.0], [1.0, 1.0]], "float32")}
+    model = {"w": backend.array(np.ones((2, 2)), "float32")}
+    _, model = op.update(op.setup(op.Adafactor(eps=(eps, 1e-3)), model), model, grads)
+    found = backend.read(model["w"])
+    assert found[0].tolist() == [1.0, 1.0]
+    assert (found[1] < 1).all()
+
+
 # Averages --------------------------------------------------------------------------------------------------------------
 
 

@@ -614,6 +614,10 @@ def test_the_state_of_an_ensemble_is_reset_dropped_and_given_rules_inside_of_vma
         with pytest.raises(StateError, match=r"the state of an ensemble.*do it inside of jax\.vmap"):
             call()
     assert jax.vmap(lambda state: state.reset())(state)["w"].slots["mu"].shape == (4, 3)
+    asleep = jax.vmap(lambda w: op.setup(op.Adam(0.1), {"w": w}, frozen="w"))(jnp.ones((4, 3)))
+    with pytest.raises(StateError, match=r"the state of an ensemble.*do it inside of jax\.vmap"):
+        asleep.thaw("w")
+    assert jax.vmap(lambda state: state.thaw("w"))(asleep)["w"].slots["mu"].shape == (4, 3)
 
 
 def test_a_leaf_is_copied_and_pickled() -> None:

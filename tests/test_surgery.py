@@ -551,6 +551,18 @@ def test_a_new_name_that_the_model_lacks_is_an_error(new: str, message: str, tmp
         op.load(tmp_path / "run.safetensors", changed, rename={"trunk": new}, strict=False)
 
 
+def test_what_becomes_one_parameter_keeps_masks_and_refuses_rows_that_differ() -> None:
+    state = op.setup(op.Descent(0.1), {"a": np.ones(3), "b": np.ones(3)})
+    shared = np.ones(3)
+    one, _ = op.adapt(state.mask("b"), {"a": shared, "b": shared})
+    _, model = op.update(one, {"a": shared, "b": shared}, {"a": np.ones(3), "b": np.full(3, 5.0)})
+    assert model["a"].tolist() == [0.9] * 3
+    with pytest.raises(StateError, match=r"rows of b are frozen, which a lacks.*thaw them first, and freeze those of a"):
+        op.adapt(state.freeze("b", rows=[0]), {"a": shared, "b": shared})
+    one, _ = op.adapt(state.freeze("a", rows=[0]).freeze("b", rows=[0]), {"a": shared, "b": shared})
+    assert leaf(one, "a").frozen_rows == ((0, 1),)
+
+
 def test_what_was_left_out_is_brought_in_and_what_trains_is_left_out() -> None:
     model = {"trunk": np.ones(2), "head": np.ones(2)}
     state = op.setup(op.Descent(0.1), model, trainable="head")

@@ -537,3 +537,36 @@ def test_a_parameter_that_is_a_slot_is_refused(sharing_backend: Backend) -> None
     with pytest.raises(TieError, match="a lies in the memory of a slot, which the step writes; give the model a copy"):
         op.update_(state, model, grads)
     assert not sharing_backend.read(leaf(state, "b").slots["nu"]).any()
+
+
+def test_memory_in_the_midst_of_a_slot_is_found(sharing_backend: Backend) -> None:
+    make = sharing_backend.array
+    model: Any = {"a": make([1.0, 1.0, 1.0, 1.0]), "b": make([1.0, 1.0])}
+    grads = {"a": make([1.0, 2.0, 3.0, 4.0]), "b": make([1.0, 1.0])}
+    state, model = op.update(op.setup(op.Adam(0.1), model), model, grads)
+    inside = leaf(state, "a").slots["mu"][2:]
+    with pytest.raises(TieError, match="b lies in the memory of a slot"):
+        op.update_(state, {**model, "b": inside}, grads)
+    _, pure = op.update(state, model, {**grads, "b": inside})
+    _, written = op.update_(state, model, {**grads, "b": inside})
+    for name in "ab":
+        np.testing.assert_array_equal(sharing_backend.read(written[name]), sharing_backend.read(pure[name]))
+
+
+def test_a_place_that_was_untied_and_tied_again_has_no_array_of_its_own_to_come() -> None:
+    w = np.ones(2)
+    model = {"a": w, "b": w}
+    state = op.setup(op.Descent(0.1), model).untie("b")
+    assert state.detached == {op.Path("b")}
+    state = state.tie("b", "a")
+    assert state.detached == frozenset()
+    _, new = op.update_(state, model, {"a": np.ones(2)})
+    assert new["a"] is new["b"] is w
+
+
+@pytest.mark.parametrize("frozen", "abcd")
+def test_a_chain_of_ties_is_frozen_whole(frozen: str) -> None:
+    model = {name: np.ones(2) for name in "abcd"}
+    state = op.setup(op.Descent(0.1), model, ties=[("d", "c"), ("c", "b"), ("b", "a")], frozen=frozen)
+    assert [str(path) for path in state] == ["a"]
+    assert leaf(state, "a").frozen

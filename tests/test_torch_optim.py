@@ -325,6 +325,8 @@ def test_no_group_can_be_added() -> None:
     optimizer.param_groups.append(dict(optimizer.param_groups[0]))
     with pytest.raises(StateError, match="has 1 groups, and param_groups now has 2"):
         optimizer.step()
+    del optimizer.param_groups[0]["params"][0]
+    assert repr(optimizer).startswith("Optimizer(State(step=0")
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,10 @@ class HyperparameterError(OptimiserError, ValueError):
     """A hyperparameter that no rule has, or a value out of its range."""
 
 
+class UnknownNameError(HyperparameterError, AttributeError):
+    """A name that a kernel asks for and that is not there; `hasattr`, and `getattr` with a default, take it for an answer."""
+
+
 class ShapeError(OptimiserError, ValueError):
     """An array of another shape than its parameter's."""
 

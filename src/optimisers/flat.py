@@ -32,7 +32,8 @@ def partition(state: State, model: Any) -> tuple[dict[str, Any], Callable[[Mappi
     that is not masked; and a function from such a mapping to the model with every tie in place. Masked occurrences
     keep the array that the model holds now, so no gradient comes from them.
 
-    **Raises** `ModelError` when the model is not the state's; `rebuild` raises `GradientError` for missing or unknown names.
+    **Raises** `ModelError` when the model is not the state's; `rebuild` raises `GradientError` for missing or unknown names,
+    `ShapeError` for an array of another shape.
 
     Example:
         >>> import numpy as np, optimisers as op

@@ -114,10 +114,9 @@ def _checked(ties: Any) -> list[tuple[Any, ...]]:
 def _all_tied(chosen: set[int], records: Sequence[Parameter], ties: list[tuple[Any, ...]]) -> set[int]:
     """The numbers of some parameters, and of those that are about to be one with them."""
     at = {path: number for number, record in enumerate(records) for path in record.paths} if ties else {}
-    # Twice, since of two that are tied to a third the second may be the one that is chosen.
-    for alias, path, *_ in (*ties, *ties):
-        both = {at[each] for each in (Path(alias), Path(path)) if each in at}
-        chosen = chosen | both if chosen & both else chosen
+    pairs = [{at[each] for each in (Path(alias), Path(path)) if each in at} for alias, path, *_ in ties]
+    while more := set().union(*(pair for pair in pairs if chosen & pair)) - chosen:
+        chosen = chosen | more
     return chosen
 
 

@@ -448,12 +448,17 @@ class State:
             tidy.append(parameter)
         kept = tuple(rules[group] for group in groups) or tuple(rules[:1])
         layout = Layout.of(tidy, map(program_of, kept), self.layout.excluded if excluded is None else excluded)
-        detached = frozenset(path for path in (self.detached if detached is None else detached) if path in layout.index)
+        alone = {parameter.path for parameter in tidy}
+        detached = (self.detached if detached is None else detached) & alone
         kept_memory = _memory(kept, self.memory if memory is None else memory)
         return State(layout, kept, tuple(used), self.step if step is None else step, tuple(slots), kept_memory, detached)
 
     def _fresh(self, parameter: Parameter, program: Program, old: tuple[Any, ...] | None = None) -> tuple[Any, ...]:
-        """Fresh slots, beside those that there were, or there are for other parameters."""
+        """Fresh slots, beside those that there were, or there are for other parameters.
+
+        **Raises** `StateError` for an ensemble, whose slots have one axis more than can be told here.
+        """
+        check_single(self)
         if parameter.library == "jax":
             seen = [slot for slot in old or () if slot is not None and tuple(slot.shape) == parameter.shape]
             device = device_of(seen[0], "jax") if seen else parameter.device

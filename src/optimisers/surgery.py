@@ -329,6 +329,7 @@ class Adapting:
         for other, also in hits[1:]:
             if also.at != source.at:
                 _check_one_wish(self.old.parameters[source.at], self.old.parameters[also.at])
+                self._check_rows(record, hits[0], (other, also))
                 self.report["tied"][other] = path
                 self.merged.add(also.at)
         old, view = self.old.parameters[source.at], _seen(hits[0], record)
@@ -362,7 +363,7 @@ class Adapting:
             counter=old.counter,
             frozen=old.frozen,
             frozen_rows=_rows(old, view, record),
-            masked=self._masked(record, source.at),
+            masked=self._masked(record),
             state_dtype=old.state_dtype,
         )
         slots = self._slots(source.at, view, new, value, first=first == record.path, asleep=is_idle(array))
@@ -390,9 +391,22 @@ class Adapting:
         """The places of a parameter that have another name now."""
         return [(source.path, path) for path, source in self._hits(record) if source.at == at and source.path != path]
 
-    def _masked(self, record: Parameter, at: int) -> frozenset[Path]:
-        masked = frozenset(path for path in map(self.new_name, self.old.parameters[at].masked) if path is not None)
-        return masked & {*record.paths}
+    def _masked(self, record: Parameter) -> frozenset[Path]:
+        """The places whose gradients are masked, of all old parameters that are this one now."""
+        masked = frozenset[Path]().union(*(self.old.parameters[source.at].masked for _, source in self._hits(record)))
+        return frozenset(path for path in map(self.new_name, masked) if path is not None) & {*record.paths}
+
+    def _check_rows(self, record: Parameter, stays: tuple[Path, _Source], goes: tuple[Path, _Source]) -> None:
+        """Check that of two parameters that are one now, the second has no frozen rows that the first lacks.
+
+        **Raises** `StateError`.
+        """
+        rows, others = (_rows(self.old.parameters[hit[1].at], _seen(hit, record), record) for hit in (stays, goes))
+        if others and others != rows:
+            raise StateError(
+                f"rows of {goes[1].path} are frozen, which {stays[1].path} lacks, and the model has one parameter for both; "
+                f"thaw them first, and freeze those of {stays[1].path}"
+            )
 
     def _resolved(self, rule: Rule, old: Parameter, record: Parameter) -> Rule:
         """The rule for what a parameter is now. One that is given, and would choose this very rule for it before, chooses again."""
@@ -456,10 +470,9 @@ class Adapting:
         wish = old.state_dtype if old is not None else wishes.pop() if len(wishes) == 1 else None
         new = record._replace(group=self._group(rule), counter=len(self.old.counters), state_dtype=wish)
         if old is not None:
-            at = self.old.layout.index[old.path]
             view = _seen(self._hits(record)[0], record)
             rows = _rows(old, view, record) if record.shape and rows_through(view) else ()
-            new = new._replace(frozen=old.frozen, masked=self._masked(record, at), frozen_rows=rows)
+            new = new._replace(frozen=old.frozen, masked=self._masked(record), frozen_rows=rows)
         return new, None if new.frozen or is_idle(array) else self._fresh(new, array if value is None else value)
 
     def _rule_of_new(self, record: Parameter) -> Rule:

@@ -9,7 +9,7 @@ import numpy as np
 
 from optimisers.backends.arrays import device_of, dtype_name, library_of, trainable_dtype
 from optimisers.backends.rows import Runs
-from optimisers.errors import DtypeError, GradientError, HyperparameterError, ModelError, ShapeError, where
+from optimisers.errors import DtypeError, GradientError, ModelError, ShapeError, UnknownNameError, where
 from optimisers.rules.program import Program
 from optimisers.rules.values import is_traced
 
@@ -24,13 +24,16 @@ __all__ = [
 ]
 
 
+_KNOWN = 64
+
+
 class Scalars(SimpleNamespace):
     """The scalars of a step, as attributes."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise HyperparameterError(f"a kernel asks for h.{name}; the scalars of its rule are {', '.join(vars(self)) or 'none'}")
+        raise UnknownNameError(f"a kernel asks for h.{name}; the scalars of its rule are {', '.join(vars(self)) or 'none'}")
 
 
 @dataclass(slots=True)
@@ -58,6 +61,13 @@ class Batch:
     """For each member, its scalars by name, one value a row of the table."""
     row: Sequence[int] = ()
     """For each parameter, its row of the table."""
+
+    def know(self, key: Any, value: Any) -> None:
+        """Keep something about these very slots. Plans may differ at each step, so only little is kept."""
+        if len(self.addresses) >= _KNOWN:
+            self.addresses.clear()
+        self.addresses[key] = value
+
     outcomes: dict[int, list[tuple[Any, tuple[Any, ...]]]] = field(default_factory=dict)
     """For members that act on the whole tree: what came out for each parameter, the step and the slots."""
     gates: list[tuple[int, Any]] = field(default_factory=list)

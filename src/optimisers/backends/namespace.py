@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from optimisers.backends.arrays import array_beside, dtype_name, numpy_dtype
-from optimisers.errors import HyperparameterError, suggest
+from optimisers.errors import UnknownNameError, suggest
 
 __all__ = ["NAMESPACES", "Namespace", "namespace"]
 
@@ -37,7 +37,7 @@ class Namespace:
         if name.startswith("_"):
             raise AttributeError(name)
         known = [each for each in dir(self) if not each.startswith("_")]
-        raise HyperparameterError(f"a kernel asks for xp.{name}; xp has {', '.join(known)}{suggest(name, known)}")
+        raise UnknownNameError(f"a kernel asks for xp.{name}, which xp lacks{suggest(name, known)}")
 
     def _complex(self, x: Any) -> bool:
         return dtype_name(x).startswith("complex") if hasattr(x, "dtype") else isinstance(x, complex)

@@ -41,7 +41,6 @@ __all__ = [
 row_by_row = False
 
 _CHUNK = 16_384
-_BATCHES = 64
 # Handing work to another thread takes about a tenth of a millisecond: as long as this many elements take.
 _PARALLEL_FROM = 400_000
 _PARALLEL_SHARE = 1_000_000
@@ -164,9 +163,7 @@ def _read_slots(batch: Batch, expected: _Expected, addresses: np.ndarray) -> boo
     for at, (column, dtype) in enumerate(zip(columns, batch.slot_dtypes, strict=True)):
         if not expected.read(column, dtype, addresses[2 + at], writeable=True):
             return False
-    if len(batch.addresses) >= _BATCHES:
-        batch.addresses.clear()
-    batch.addresses[key] = addresses[2:].copy()
+    batch.know(key, addresses[2:].copy())
     return True
 
 

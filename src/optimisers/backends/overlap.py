@@ -26,40 +26,47 @@ def untangle(batches: Sequence[Batch]) -> None:
     if not batches or (all(batch.library == "numpy" for batch in batches) and _own_their_memory(batches)):
         return
     extents = [_written(batch) for batch in batches]
-    starts, ends = (np.concatenate(column) for column in zip(*extents, strict=True))
-    filled = np.flatnonzero(starts < ends)
-    order = filled[np.argsort(starts[filled])]
-    starts, ends = starts[order], ends[order]
-    ends = np.maximum.accumulate(ends)
-    if (ends[:-1] > starts[1:]).any():
-        _check_apart(batches, order, starts)
-    held = frozenset[int]().union(*(_held(batch)[1] for batch in batches))
-    for batch, (lows, _) in zip(batches, extents, strict=True):
-        if not held.isdisjoint(lows.tolist()):
-            at = next(at for at, low in enumerate(lows.tolist()) if low in held)
-            raise TieError(f"{batch.paths[at]} lies in the memory of a slot, which the step writes; give the model a copy of it")
+    written = _Ordered(*(np.concatenate(column) for column in zip(*extents, strict=True)))
+    if (written.reach[1:-1] > written.starts[1:]).any():
+        _check_apart(batches, written)
+    held = [_held(batch)[1] for batch in batches]
+    for batch, (lows, highs) in zip(batches, extents, strict=True):
+        for at in np.flatnonzero(sum(slots.meet(lows, highs) for slots in held)):
+            raise TieError(
+                f"{batch.paths[int(at)]} lies in the memory of a slot, which the step writes; give the model a copy of it"
+            )
     for batch in batches:
         lows, highs = _read(batch)
-        for at in [] if held.isdisjoint(lows.tolist()) else [at for at, low in enumerate(lows.tolist()) if low in held]:
-            _copy_gradient(batch, at)
-        # How far the parameters reach that start before a gradient ends.
-        before = np.searchsorted(starts, highs)
-        reaching = np.concatenate([[-1], ends])[before] > lows
-        for at in np.flatnonzero(reaching & (lows < highs)):
+        for at in np.flatnonzero(sum(memory.meet(lows, highs) for memory in (written, *held))):
             _copy_gradient(batch, int(at))
 
 
-def _check_apart(batches: Sequence[Batch], order: np.ndarray, starts: np.ndarray) -> None:
+class _Ordered:
+    """Where arrays lie, in bytes, in the order of their starts; empty ones are left out."""
+
+    def __init__(self, starts: np.ndarray, ends: np.ndarray) -> None:
+        filled = np.flatnonzero(starts < ends)
+        self.order = filled[np.argsort(starts[filled])]
+        self.starts = starts[self.order]
+        self.reach = np.concatenate([[-1], np.maximum.accumulate(ends[self.order])])
+        """How far the first none, one, two, … of them reach."""
+
+    def meet(self, lows: np.ndarray, highs: np.ndarray) -> np.ndarray:
+        """Which of some extents meet one of these."""
+        return (self.reach[np.searchsorted(self.starts, highs)] > lows) & (lows < highs)
+
+
+def _check_apart(batches: Sequence[Batch], written: _Ordered) -> None:
     """Check that no two parameters share an element. Their extents may overlap: so do those of columns of one array."""
     known = [
         (path, memory_of(param.to_local() if hasattr(param, "to_local") else param, batch.library))
         for batch in batches
         for path, param in zip(batch.paths, batch.params, strict=True)
     ]
-    for first, at in enumerate(order):
+    for first, at in enumerate(written.order):
         path, memory = known[at]
-        last = np.searchsorted(starts, memory.bounds[1]) if memory else first
-        for other, theirs in (known[each] for each in order[first + 1 : last]):
+        last = np.searchsorted(written.starts, memory.bounds[1]) if memory else first
+        for other, theirs in (known[each] for each in written.order[first + 1 : last]):
             if memory and theirs and memory.overlaps(theirs):
                 raise TieError(
                     f"{path} and {other} lie in the same memory now, but were two parameters when the state was made; copy one"
@@ -80,14 +87,13 @@ def _own_their_memory(batches: Sequence[Batch]) -> bool:
     return True
 
 
-def _held(batch: Batch) -> tuple[frozenset[int], frozenset[int]]:
-    """The identities of the slots of a batch, and where they start. They stay from one step to the next."""
+def _held(batch: Batch) -> tuple[frozenset[int], _Ordered]:
+    """The identities of the slots of a batch, and where they lie. They stay from one step to the next."""
     known = batch.addresses.get(id(batch.kept))
     if known is None or known[0] is not batch.kept:
         slots = [slot for own in batch.slots for slot in own]
-        starts = _extents(slots, batch, None, 0)[0] if slots else np.empty(0, np.int64)
-        known = batch.kept, frozenset(map(id, slots)), frozenset(starts[starts != 0].tolist())
-        batch.addresses[id(batch.kept)] = known
+        known = batch.kept, frozenset(map(id, slots)), _Ordered(*_extents(slots, batch, None, 0))
+        batch.know(id(batch.kept), known)
     return known[1:]
 
 

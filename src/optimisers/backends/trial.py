@@ -38,7 +38,7 @@ def try_rule(rule: Rule) -> None:
     except ValueError as error:
         if "truth value" in str(error):
             raise HyperparameterError(
-                f"the kernel of {type(rule).__name__} asks whether something holds of an element, as `if` does; on whole arrays "
+                f"{type(rule).__name__} asks whether something holds of an element, as `if` does; on whole arrays "
                 "there is no one answer: xp.where(condition, x, y) chooses"
             ) from error
     except Exception:  # noqa: BLE001  # whatever a user's code raises, a step will raise as well

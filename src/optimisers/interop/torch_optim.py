@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from optimisers.assignment import RuleFor
-from optimisers.errors import HyperparameterError, ModelError, StateError
+from optimisers.errors import HyperparameterError, ModelError, OptimiserError, StateError
 from optimisers.interop.torch_groups import ADD, RESERVED, Groups
 from optimisers.interop.torch_state_dict import Loaded, written
 from optimisers.model.layout import Layout
@@ -295,11 +295,11 @@ class Optimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def __repr__(self) -> str:
-        with suppress(HyperparameterError):  # step tells what is wrong in param_groups
+        with suppress(OptimiserError):  # step tells what is wrong in param_groups
             self._inner.state = self.op_state
         groups = [
             f"  {at}: {len(group['params'])} parameter{'s' * (len(group['params']) != 1)}, {rule!r}{self._inner.groups.apart(at)}"
-            for at, (group, rule) in enumerate(zip(self.param_groups, self._inner.groups.rules, strict=True))
+            for at, (group, rule) in enumerate(zip(self.param_groups, self._inner.groups.rules, strict=False))
         ]
         return "\n".join([f"Optimizer({self._inner.state!r}", *groups, ")"])
 

@@ -286,8 +286,9 @@ class Attached:
         self._removals = removals
 
     def remove(self) -> None:
-        """Let go of the optimizer."""
-        for remove in self._removals:
+        """Let go of the optimizer; the second time, nothing."""
+        removals, self._removals = self._removals, ()
+        for remove in removals:
             remove()
 
 

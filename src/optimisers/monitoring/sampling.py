@@ -76,7 +76,8 @@ def write(writer: Any, sample: Sample, state: State, rates: np.ndarray) -> None:
     seen = set()
     for at, group in enumerate(_columns(state.layout).groups):
         # Equal schedules are one, so that what is shared does not hang on what two of them happen to return.
-        rate = state.rules[group].rate
+        own = state.rules[group].rate
+        rate = own and own[1]
         if not np.isnan(rates[group]) and (key := _key(rate)) not in seen:
             seen.add(key)
             writer.add_scalar(f"lr/{paths[at]}", float(rates[group]), sample.step)

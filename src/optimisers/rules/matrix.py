@@ -154,8 +154,8 @@ def _adafactor(factored: bool, relative_step: bool, scale_parameter: bool, own_e
             nu = slots[0] + h.w * (square - slots[0])
             inverse = 1 / xp.sqrt(nu)
             new = (nu,)
-        # As an array, so that 1/0 is infinite.
-        step = xp.minimum(inverse, 1 / xp.maximum(tiny, 0.0)) * g
+        # Bounded in float32, or the step of a gradient of 0 would be infinity times 0.
+        step = xp.minimum(inverse, 1 / xp.maximum(tiny, 2e-38)) * g
         rate = xp.minimum(h.lr, h.relative) if relative_step else h.lr
         rate = rate * xp.maximum(_rms(xp, p), h.least) if scale_parameter else rate
         step *= rate / xp.maximum(_rms(xp, step) / h.d, h.one)
