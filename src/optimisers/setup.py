@@ -9,8 +9,8 @@ from optimisers.backends.arrays import itemsize_of, library_of, trainable_dtype
 from optimisers.errors import DtypeError, OptimiserWarning, PathError
 from optimisers.model.layout import Parameter
 from optimisers.model.paths import Path
-from optimisers.model.reading import parameters_of
-from optimisers.model.select import Selectable, matching, parted
+from optimisers.model.reading import parameters_of, parted
+from optimisers.model.select import Selectable, matching
 from optimisers.model.torch_nodes import is_idle
 from optimisers.model.trees import opened
 from optimisers.state import State, new_state

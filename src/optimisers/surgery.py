@@ -10,10 +10,10 @@ from optimisers.backends.conversion import converted, copied
 from optimisers.errors import OptimiserError, PathError, ShapeError, StateError
 from optimisers.model.layout import Alias, Parameter
 from optimisers.model.paths import Path
-from optimisers.model.reading import equal_values, parameters_of
+from optimisers.model.reading import equal_values, parameters_of, parted
 from optimisers.model.renaming import Rename, check_targets, renamer
 from optimisers.model.rewrite import rows_seen
-from optimisers.model.select import Selectable, as_selector, matching, parted
+from optimisers.model.select import Selectable, as_selector, matching
 from optimisers.model.ties import SAME, View, rows_through, shape_through
 from optimisers.model.torch_nodes import is_idle, is_module
 from optimisers.rules.base import Rule

@@ -225,12 +225,13 @@ def _check_fit(file: Any, report: Adapted, given_up: set[Path], *, resized: bool
     }
     if not resized:
         problems["changed"] += [f"{path} (shape {list(a)} -> {list(b)})" for path, (a, b) in report.resized.items()]
-    _raise(file, problems)
+    grown = not resized and any("(shape " in each for each in problems["changed"])
+    _raise(file, problems, ', and resize="keep" what both shapes have' if grown else "")
 
 
-def _raise(file: Any, problems: Mapping[str, list[str]]) -> None:
+def _raise(file: Any, problems: Mapping[str, list[str]], more: str = "") -> None:
     if any(problems.values()):
-        raise StateError(f"{file} does not fit the model; {listed(problems)}; load(…, strict=False) keeps what fits")
+        raise StateError(f"{file} does not fit the model; {listed(problems)}; load(…, strict=False) keeps what fits{more}")
 
 
 def _others_in(

@@ -158,7 +158,8 @@ def diff(first: "str | os.PathLike[str]", second: "str | os.PathLike[str]") -> d
         own = {key: [facts[0][path][key], facts[1][path][key]] for key in keys if facts[0][path][key] != facts[1][path][key]}
         if own:
             found["changed"][path] = own
-    for key in ("step", "memory", "excluded", "detached"):
+    # A file of values alone has nothing of a run.
+    for key in ("step", "memory", "excluded", "detached") if all("step" in each for each in both) else ():
         pair = [each.get(key) for each in both]
         if pair[0] != pair[1]:
             found["run"][key] = pair

@@ -9,13 +9,14 @@ from optimisers.backends.conversion import copied
 from optimisers.errors import ModelError, TieError, suggest, where
 from optimisers.model.layout import Alias, Layout, Parameter
 from optimisers.model.paths import Path
+from optimisers.model.select import Selectable, matching
 from optimisers.model.ties import View, find_ties, same_memory
 from optimisers.model.torch_nodes import check_values, standing_as
 from optimisers.model.trees import Structure, opened, own_buffers
 from optimisers.rules.base import Rule
 from optimisers.rules.values import is_traced
 
-__all__ = ["Opened", "equal_values", "open_with", "parameters_of"]
+__all__ = ["Opened", "equal_values", "open_with", "parameters_of", "parted"]
 
 _STRUCTURES = 8
 _CHANGED = "call adapt(state, model) for the changed model"
@@ -49,6 +50,16 @@ def parameters_of(model: Any) -> list[tuple[Parameter, Any]]:
         )
         found.append((record, array))
     return found
+
+
+def parted(found: Sequence[tuple[Parameter, Any]], trainable: Selectable) -> tuple[list[tuple[Parameter, Any]], frozenset[Path]]:
+    """The parameters of a model that are to train, with their arrays, and the places of the others.
+
+    **Raises** `PathError` when there are none to train.
+    """
+    chosen = set(matching([record for record, _ in found], trainable))
+    others = (path for at, (record, _) in enumerate(found) if at not in chosen for path in record.paths)
+    return [each for at, each in enumerate(found) if at in chosen], frozenset(others)
 
 
 def _check_values(found: Sequence[tuple[Path, Any]]) -> None:

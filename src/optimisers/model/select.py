@@ -17,7 +17,7 @@ from optimisers.model.layout import Parameter
 from optimisers.model.paths import Path, Pattern
 from optimisers.model.torch_nodes import is_module
 
-__all__ = ["Selectable", "Selector", "as_selector", "check_names", "matching", "name", "ndim", "parted", "path", "where", "within"]
+__all__ = ["Selectable", "Selector", "as_selector", "check_names", "matching", "name", "ndim", "path", "where", "within"]
 
 
 class Selector:
@@ -237,16 +237,6 @@ def matching(parameters: Sequence[Parameter], wish: Selectable, excluded: Iterab
             )
         raise PathError(f"no parameter matches {_shown(selector)}{_nearest(parameters, selector.pattern)}")
     return found
-
-
-def parted(found: Sequence[tuple[Parameter, Any]], trainable: Selectable) -> tuple[list[tuple[Parameter, Any]], frozenset[Path]]:
-    """The parameters of a model that are to train, with their arrays, and the places of the others.
-
-    **Raises** `PathError` when there are none to train.
-    """
-    chosen = set(matching([record for record, _ in found], trainable))
-    others = (path for at, (record, _) in enumerate(found) if at not in chosen for path in record.paths)
-    return [each for at, each in enumerate(found) if at in chosen], frozenset(others)
 
 
 def check_names(parameters: Sequence[Parameter], selector: Selector) -> None:
