@@ -571,6 +571,10 @@ def test_what_was_left_out_is_brought_in_and_what_trains_is_left_out() -> None:
     for change in (state.thaw, state.freeze, state.reset):
         with pytest.raises(PathError, match=message):
             change("trunk")
+    with pytest.raises(PathError, match=message):
+        state.thaw(("trunk",))
+    with pytest.raises(PathError, match='no parameter matches "0"'):
+        state.thaw(0)
     same, report = op.adapt(state, model)
     assert (list(map(str, same)), list(map(str, report.fresh))) == (["head"], [])
     both, report = op.adapt(state, model, trainable="**")

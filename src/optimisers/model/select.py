@@ -229,8 +229,8 @@ def matching(parameters: Sequence[Parameter], wish: Selectable, excluded: Iterab
     check_names(parameters, selector)
     found = [at for at, parameter in enumerate(parameters) if selector.selects(parameter)]
     if not found:
-        left_out = () if selector.pattern is None else filter(Pattern(selector.pattern).matches, excluded)
-        if any(True for _ in left_out):
+        pattern = selector.pattern
+        if pattern is not None and any(map(Pattern(pattern if isinstance(pattern, str) else Path(pattern)).matches, excluded)):
             raise PathError(
                 f"{_shown(selector)} was left out of training when the state was made, and is no parameter of it; "
                 "adapt(state, model, trainable=…) brings it in"
