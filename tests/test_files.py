@@ -938,3 +938,42 @@ def test_what_is_no_plain_file_is_not_replaced(tmp_path: Path) -> None:
         op.save(pipe, op.setup(op.Adam(), {"w": np.ones(2)}))
     assert stat.S_ISFIFO(pipe.stat().st_mode)
     assert list(tmp_path.iterdir()) == [pipe]
+
+
+def test_complex_numbers_are_read_wherever_they_lie_in_the_file(tmp_path: Path) -> None:
+    """In a process of its own, which PyTorch would end at an address that it cannot read. The name moves what lies behind it."""
+    code = (
+        "import sys, torch, optimisers as op\n"
+        "for name in ['a' * length for length in range(1, 17)]:\n"
+        "    model = {name: torch.full((), 2 + 3j, dtype=torch.complex128)}\n"
+        "    state = op.setup(op.SGD(0.1, momentum=0.9), model)\n"
+        "    state, model = op.update(state, model, model)\n"
+        "    op.save(sys.argv[1], state, model)\n"
+        "    again = op.load(sys.argv[1], {name: torch.zeros((), dtype=torch.complex128)})\n"
+        "    assert again.state == state and again.model[name] == model[name]\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "run.safetensors")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (np.zeros((5, 2)), r"a: the state was made for shape \(3, 2\), but the model holds \(5, 2\)"),
+        (np.zeros((3, 2), complex), "a: the state was made for float64, but the model holds complex128"),
+        (torch.zeros((3, 2), dtype=torch.float64), "a: the state was made for a numpy array, but the model holds a torch array"),
+    ],
+)
+def test_a_model_that_is_not_the_one_of_the_state_is_not_saved(other: Any, message: str, tmp_path: Path) -> None:
+    state = op.setup(op.Adam(), {"a": np.zeros((3, 2))})
+    with pytest.raises(ModelError, match=message):
+        op.save(tmp_path / "run.safetensors", state, {"a": other})
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_frozen_tie_that_is_broken_is_not_saved(tmp_path: Path) -> None:
+    shared = np.ones(2)
+    state = op.setup(op.Descent(0.1), {"a": shared, "b": shared}, frozen="a")
+    with pytest.raises(TieError, match="a and b are tied, but the model holds different values"):
+        op.save(tmp_path / "run.safetensors", state, {"a": shared, "b": np.full(2, 7.0)})

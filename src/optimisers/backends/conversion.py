@@ -61,6 +61,9 @@ def from_numpy(array: np.ndarray, library: str) -> Any:
         import torch
 
         array = np.require(array, requirements=["C", "W"])
+        # PyTorch takes complex128 to lie at multiples of 16 bytes, NumPy at those of 8; a file may have it at either.
+        if array.dtype == np.complex128 and array.__array_interface__["data"][0] % 16:
+            array = array.copy()
         if array.dtype.name == "bfloat16":
             return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
         return torch.from_numpy(array)

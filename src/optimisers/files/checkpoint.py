@@ -8,6 +8,7 @@ import numpy as np
 
 from optimisers.assignment import RuleFor, check_kind, chooser
 from optimisers.backends.arrays import device_of, dtype_name, library_of, memory_of
+from optimisers.backends.base import check_parameter
 from optimisers.backends.conversion import converted
 from optimisers.errors import ModelError, PathError, StateError, listed
 from optimisers.files.document import described, extra_of, path_of, paths_of, read, restored, slot_names, spelled
@@ -82,7 +83,9 @@ def save(file: "str | os.PathLike[str]", state: State, model: Any = None, *, ext
     document, arrays = described(state, extra)
     if model is not None:
         view = open_with(state.layout, model)
-        view.check_ties()
+        for record, array in zip(state.parameters, view.arrays, strict=True):
+            check_parameter(record.path, record.shape, record.dtype, record.library, array)
+        view.check_ties(frozen=True)
         arrays |= {spelled(record.path): array for record, array in zip(state.parameters, view.arrays, strict=True)}
         arrays |= {spelled(path): array for path, array in _others(state, model)}
     write(file, arrays, {**document, "values": model is not None})

@@ -118,15 +118,20 @@ class Opened:
         """The array at the canonical path of each parameter."""
         return self.pick(self.leaves)
 
-    def check_ties(self) -> None:
-        """Check that all occurrences of each live parameter still hold the same values.
+    def check_ties(self, *, frozen: bool = False) -> None:
+        """Check that all occurrences of each live parameter still hold the same values, or of frozen ones as well.
 
         **Raises** `TieError`, naming both paths.
         """
         for at, place, view in self.aliases:
             array, alias = self.leaves[self.canonical[at]], self.leaves[place]
             parameter = self.layout.parameters[at]
-            if array is alias or parameter.frozen or library_of(array) is None or tuple(array.shape) != parameter.shape:
+            if (
+                array is alias
+                or (parameter.frozen and not frozen)
+                or library_of(array) is None
+                or tuple(array.shape) != parameter.shape
+            ):
                 continue
             if library_of(alias) is None:
                 raise ModelError(
