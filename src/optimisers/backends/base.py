@@ -23,7 +23,6 @@ __all__ = [
     "columns_of",
 ]
 
-
 _KNOWN = 64
 
 
@@ -61,13 +60,6 @@ class Batch:
     """For each member, its scalars by name, one value a row of the table."""
     row: Sequence[int] = ()
     """For each parameter, its row of the table."""
-
-    def know(self, key: Any, value: Any) -> None:
-        """Keep something about these very slots. Plans may differ at each step, so only little is kept."""
-        if len(self.addresses) >= _KNOWN:
-            self.addresses.clear()
-        self.addresses[key] = value
-
     outcomes: dict[int, list[tuple[Any, tuple[Any, ...]]]] = field(default_factory=dict)
     """For members that act on the whole tree: what came out for each parameter, the step and the slots."""
     gates: list[tuple[int, Any]] = field(default_factory=list)
@@ -86,6 +78,12 @@ class Batch:
         """The scalars of one member for one parameter, as a kernel receives them."""
         row = self.row[at]
         return Scalars(**{name: _plain(values[row]) for name, values in self.scalars[member].items()})
+
+    def know(self, key: Any, value: Any) -> None:
+        """Keep something about these very slots. Plans may differ at each step, so only little is kept."""
+        if len(self.addresses) >= _KNOWN:
+            self.addresses.clear()
+        self.addresses[key] = value
 
 
 def columns_of(values: dict[str, Any], rows: int) -> dict[str, Any]:
